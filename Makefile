@@ -1,0 +1,93 @@
+# The only list of commands. `make demo` and `make test` are all that a fresh machine needs.
+#
+#   make demo      quantize a small language model while it loads, reload it, print one table
+#   make test      the test suite                       make test ARGS="tests/layout -k swizzle"
+#   make test-gpu  the tests that need a CUDA device
+#   make check     lint, types, import layers, spelling, docs with warnings as errors
+#   make bench     throughput and memory, measured here
+#   make docs      HTML pages in docs/_build/html
+#   make format    rewrite the code in the project's format
+#   make clean     remove what these commands made, environments included
+#
+# Each makes what it needs of the environment .venv on first use, and again when pyproject.toml changes.
+#   PYTHON=python3.12   the interpreter that the environment is made from
+#   TORCH=2.11.0        another release of torch; give it an environment of its own: VENV=.venv-2.11
+#   PY=python3          run in an environment of yours; nothing is installed then
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu check lint types imports spelling docs bench format clean
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+ifeq ($(origin PY),undefined)
+PY := $(VENV)/bin/python
+with = $(VENV)/.with-$(1)
+else
+with =
+endif
+
+# Two workers with one thread each: on two cores that is faster than one worker with two threads.
+WORKERS ?= 2
+
+help:
+	@sed -n '3,15p' Makefile | cut -c3-
+
+# Torch first and alone, then the rest with torch pinned to what is there: a plain "torch" among other requirements
+# would fetch a CUDA build of several gigabytes. A stamp is written last, so a step that broke midway is done again.
+$(VENV)/.with-torch: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"olq needs Python 3.11 or later, and {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	@if [ -e $@ ] && [ "$$(cat $@)" = $(TORCH) ]; then touch $@; else \
+	  $(PYTHON) -m venv --clear $(VENV); \
+	  $(VENV)/bin/python -m pip install --quiet 'torch==$(TORCH)'; \
+	  echo $(TORCH) > $@; fi
+
+$(VENV)/.with-%: $(VENV)/.with-torch pyproject.toml
+	@echo "installing olq[$*] into $(VENV)"
+	@$(VENV)/bin/python -m pip install --quiet 'torch==$(TORCH)' --editable '.[$*]'
+	@touch $@
+
+demo: $(call with,demo)
+	$(PY) -m examples.demo $(ARGS)
+
+test: $(call with,dev)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-gpu: $(call with,dev)
+	$(PY) -m pytest -m cuda --require-gpu $(ARGS)
+
+check: lint types imports spelling docs
+
+lint: $(call with,dev)
+	$(PY) -m ruff check .
+
+types: $(call with,dev)
+	$(PY) -m pyright --pythonpath $(PY)
+
+imports: $(call with,dev)
+	$(PY) -c 'from importlinter.cli import lint_imports_command as c; c()'
+
+spelling: $(call with,dev)
+	$(PY) -m codespell_lib
+
+docs: $(call with,docs)
+	$(PY) -m sphinx -q -W --keep-going -E -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: $(call with,bench)
+	$(PY) -m benchmarks.run $(ARGS)
+
+format: $(call with,dev)
+	$(PY) -m ruff check --fix --select I .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
