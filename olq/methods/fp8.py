@@ -1,0 +1,117 @@
+"""fp8: E4M3 codes with one float32 decode scale per tensor, output channel or 128x128 block.
+
+Kernel tensors   `weight` uint8 [*lead, R, C], E4M3 bytes; R and C are N and K padded to 16 (and parts to the grid).
+                 `weight_scale` float32: tensor [*lead, P], one a part; channel [*lead, R, 1];
+                 block [*lead, rows of blocks over all parts, ceil(K / 128)].
+Spec             docs/formats/fp8.md
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from olq.alloc import TensorSpec
+from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
+from olq.methods.kernel_format import code_spec, pad_matrix_, place_parts, round_up, shifted
+from olq.registry import register_method
+
+#: Rows and columns of the elements that share a scale; 0 is the part's whole extent.
+BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128)}
+
+_COLUMN_ALIGNMENT = 16
+
+
+class Fp8Params(MethodParams):
+    """Parameters of `fp8`.
+
+    Args:
+        granularity: what shares one scale: a part of the tensor, an output channel (row), or a 128x128 block.
+        scale: `float32` divides amax by 448; `power_of_two` takes the least power of two without saturation.
+        scale_sharing: `part` gives each part of a fused layer its own per-tensor scale; `common` one to all.
+        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
+        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+    """
+
+    granularity: Literal["tensor", "channel", "block"] = "channel"
+    scale: Literal["float32", "power_of_two"] = "float32"
+    scale_sharing: Literal["part", "common"] = "part"
+    nonfinite: Literal["error", "saturate"] = "error"
+    source_precision: Literal["parameter", "keep"] = "parameter"
+
+
+@register_method("fp8")
+class Fp8(QuantMethod):
+    """E4M3 codes, float32 decode scales."""
+
+    Params = Fp8Params
+    params: Fp8Params
+
+    def plan(self, geometry: Geometry, dtype: torch.dtype) -> WeightPlan:
+        """See `QuantMethod.plan`."""
+        block = BLOCKS[self.params.granularity]
+        if self.params.granularity == "tensor" and self.params.scale_sharing == "common":
+            geometry = Geometry(geometry.lead, (geometry.rows,), geometry.columns)
+        lead, parts, columns = geometry.lead, geometry.parts, geometry.columns
+        starts, rows = place_parts(parts, max(block[0], 1))
+        if self.params.granularity == "tensor":
+            scale_shape = (len(parts),)
+        elif self.params.granularity == "channel":
+            scale_shape = (rows, 1)
+        else:
+            scale_shape = (-(-(starts[-1] + parts[-1]) // 128) if parts else 0, -(-columns // 128))
+        return WeightPlan(
+            geometry=geometry,
+            dtype=dtype,
+            unit=block,
+            block=block,
+            kernel_starts=starts,
+            tensors={
+                "": code_spec(lead, rows, round_up(columns, _COLUMN_ALIGNMENT), padding="0x00"),
+                "_scale": TensorSpec((*lead, *scale_shape), torch.float32, padding="1.0"),
+            },
+            tag=format_tag(self, geometry, dtype),
+        )
+
+    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+        """See `QuantMethod.quantize_`."""
+        scale = self._scale(tensors, plan, target)
+        torch.ops.olq.quantize_fp8_(
+            source,
+            _codes(tensors, plan, target),
+            scale,
+            *plan.block,
+            self.params.scale == "power_of_two",
+            plan.dtype if self.params.source_precision == "parameter" else None,
+            self.params.nonfinite == "saturate",
+        )
+        return bool(scale.isfinite().all())
+
+    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """See `QuantMethod.dequantize_`."""
+        codes, scale = _codes(tensors, plan, target), self._scale(tensors, plan, target)
+        torch.ops.olq.dequantize_fp8_(codes, scale, out, *plan.block)
+
+    def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
+        """Codes 0, scales 1.0."""
+        parts, starts = plan.geometry.parts, plan.kernel_starts
+        pad_matrix_(tensors[""], parts, starts, plan.geometry.columns, 0)
+        if self.params.granularity == "channel":
+            pad_matrix_(tensors["_scale"], parts, starts, 1, 1.0)
+
+    def _scale(self, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
+        """View [*lead, blocks down, blocks across] of the scales of `target`."""
+        scale = tensors["_scale"][target.lead]
+        if self.params.granularity == "tensor":
+            return scale[..., target.part, None, None]
+        start = plan.kernel_starts[target.part]
+        if self.params.granularity == "channel":
+            return scale[..., shifted(target.rows, start), :]
+        rows = slice((start + target.rows.start) // 128, -(-(start + target.rows.stop) // 128))
+        return scale[..., rows, target.columns.start // 128 : -(-target.columns.stop // 128)]
+
+
+def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
+    rows = shifted(target.rows, plan.kernel_starts[target.part])
+    return tensors[""][target.lead][..., rows, target.columns.start : target.columns.stop]

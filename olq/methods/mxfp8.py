@@ -1,0 +1,97 @@
+"""mxfp8: E4M3 codes with one E8M0 decode scale for each 32 columns.
+
+Kernel tensors   `weight` uint8 [*lead, R, C], E4M3 bytes; R is N padded to 16, C is K padded to 32.
+                 `weight_scale` uint8, E8M0 bytes, [*lead, R, C / 32] or swizzled.
+Spec             docs/formats/mxfp8.md
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from olq.methods import block_scales
+from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
+from olq.methods.kernel_format import code_spec, pad_matrix_, place_parts, round_up, shifted
+from olq.registry import register_method
+
+BLOCK = 32
+_NAN_BYTE = 255
+
+
+class Mxfp8Params(MethodParams):
+    """Parameters of `mxfp8`.
+
+    Args:
+        rule: how a block's exponent follows from its largest value: `rceil` is the least without saturation.
+        scale_layout: order of the scale bytes.
+        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
+        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+    """
+
+    rule: Literal["rceil", "floor", "ceil", "even"] = "rceil"
+    scale_layout: block_scales.ScaleLayout = "linear"
+    nonfinite: Literal["error", "saturate"] = "error"
+    source_precision: Literal["parameter", "keep"] = "parameter"
+
+
+@register_method("mxfp8")
+class Mxfp8(QuantMethod):
+    """E4M3 codes, E8M0 decode scales, blocks of 32."""
+
+    Params = Mxfp8Params
+    params: Mxfp8Params
+
+    def plan(self, geometry: Geometry, dtype: torch.dtype) -> WeightPlan:
+        """See `QuantMethod.plan`."""
+        starts, rows = place_parts(geometry.parts, 1)
+        columns = round_up(geometry.columns, BLOCK)
+        return WeightPlan(
+            geometry=geometry,
+            dtype=dtype,
+            unit=(1, BLOCK),
+            block=(1, BLOCK),
+            kernel_starts=starts,
+            tensors={
+                "": code_spec(geometry.lead, rows, columns, padding="0x00"),
+                "_scale": block_scales.scale_spec(geometry.lead, rows, columns // BLOCK, self.params.scale_layout),
+            },
+            tag=format_tag(self, geometry, dtype),
+        )
+
+    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+        """See `QuantMethod.quantize_`."""
+        torch.ops.olq.quantize_mxfp8_(
+            source,
+            _codes(tensors, plan, target),
+            tensors["_scale"][target.lead],
+            self.params.rule,
+            self.params.scale_layout,
+            *block_scales.position(plan, target),
+            plan.dtype if self.params.source_precision == "parameter" else None,
+            self.params.nonfinite == "saturate",
+        )
+        layout, blocks = self.params.scale_layout, tensors[""].shape[-1] // BLOCK
+        scales = block_scales.read(tensors["_scale"], plan, target, blocks, layout)
+        return not bool((scales == _NAN_BYTE).any())
+
+    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """See `QuantMethod.dequantize_`."""
+        torch.ops.olq.dequantize_mxfp8_(
+            _codes(tensors, plan, target),
+            tensors["_scale"][target.lead],
+            out,
+            self.params.scale_layout,
+            *block_scales.position(plan, target),
+        )
+
+    def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
+        """Codes 0, scale bytes 0."""
+        pad_matrix_(tensors[""], plan.geometry.parts, plan.kernel_starts, plan.geometry.columns, 0)
+        block_scales.pad_(tensors, plan, tensors[""].shape[-1] // BLOCK, self.params.scale_layout)
+
+
+def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
+    rows = shifted(target.rows, plan.kernel_starts[target.part])
+    return tensors[""][target.lead][..., rows, target.columns.start : target.columns.stop]

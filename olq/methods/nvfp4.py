@@ -1,0 +1,110 @@
+"""nvfp4: E2M1 codes with one E4M3 decode scale for each 16 columns and one float32 decode scale for each part.
+
+Kernel tensors   `weight` uint8 [*lead, R, C / 2], two codes a byte, low nibble first; R is N padded to 16, C is K
+                 padded to 32. `weight_scale` uint8, E4M3 bytes, [*lead, R, C / 16] or swizzled.
+                 `weight_scale_2` float32 [*lead, P], one a part.
+Unit             a whole part: its scales depend on the largest value of all of it.
+Spec             docs/formats/nvfp4.md
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from olq.alloc import TensorSpec
+from olq.methods import block_scales
+from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
+from olq.methods.kernel_format import code_spec, pad_matrix_, place_parts, round_up, shifted
+from olq.registry import register_method
+
+BLOCK = 16
+_COLUMN_ALIGNMENT = 32
+
+
+class Nvfp4Params(MethodParams):
+    """Parameters of `nvfp4`.
+
+    Args:
+        scale_sharing: `part` gives each part of a fused layer its own tensor scale; `common` one to all, for
+            kernels that take a single factor.
+        scale_layout: order of the block scales.
+        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
+        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+    """
+
+    scale_sharing: Literal["part", "common"] = "part"
+    scale_layout: block_scales.ScaleLayout = "linear"
+    nonfinite: Literal["error", "saturate"] = "error"
+    source_precision: Literal["parameter", "keep"] = "parameter"
+
+
+@register_method("nvfp4")
+class Nvfp4(QuantMethod):
+    """E2M1 codes, E4M3 block scales, float32 tensor scales."""
+
+    Params = Nvfp4Params
+    params: Nvfp4Params
+
+    def plan(self, geometry: Geometry, dtype: torch.dtype) -> WeightPlan:
+        """See `QuantMethod.plan`."""
+        if self.params.scale_sharing == "common":
+            geometry = Geometry(geometry.lead, (geometry.rows,), geometry.columns)
+        starts, rows = place_parts(geometry.parts, 1)
+        columns = round_up(geometry.columns, _COLUMN_ALIGNMENT)
+        return WeightPlan(
+            geometry=geometry,
+            dtype=dtype,
+            unit=(0, 0),
+            block=(1, BLOCK),
+            kernel_starts=starts,
+            tensors={
+                "": code_spec(geometry.lead, rows, columns // 2, padding="0x00"),
+                "_scale": block_scales.scale_spec(geometry.lead, rows, columns // BLOCK, self.params.scale_layout),
+                "_scale_2": TensorSpec((*geometry.lead, len(geometry.parts)), torch.float32),
+            },
+            tag=format_tag(self, geometry, dtype),
+        )
+
+    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+        """See `QuantMethod.quantize_`. Two passes over the source: its largest value, then its codes."""
+        through = plan.dtype if self.params.source_precision == "parameter" else None
+        saturate = self.params.nonfinite == "saturate"
+        scale_2 = tensors["_scale_2"][target.lead][..., target.part]
+        torch.ops.olq.nvfp4_tensor_scale_(source, scale_2, through, saturate)
+        if not scale_2.isfinite().all():
+            return False
+        torch.ops.olq.quantize_nvfp4_(
+            source,
+            _codes(tensors, plan, target),
+            tensors["_scale"][target.lead],
+            scale_2,
+            self.params.scale_layout,
+            *block_scales.position(plan, target),
+            through,
+            saturate,
+        )
+        return True
+
+    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """See `QuantMethod.dequantize_`."""
+        torch.ops.olq.dequantize_nvfp4_(
+            _codes(tensors, plan, target),
+            tensors["_scale"][target.lead],
+            tensors["_scale_2"][target.lead][..., target.part],
+            out,
+            self.params.scale_layout,
+            *block_scales.position(plan, target),
+        )
+
+    def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
+        """Codes 0, block scales 0. The high nibble after an odd last column is written with the codes."""
+        codes = tensors[""]
+        pad_matrix_(codes, plan.geometry.parts, plan.kernel_starts, -(-plan.geometry.columns // 2), 0)
+        block_scales.pad_(tensors, plan, codes.shape[-1] * 2 // BLOCK, self.params.scale_layout)
+
+
+def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
+    rows = shifted(target.rows, plan.kernel_starts[target.part])
+    return tensors[""][target.lead][..., rows, target.columns.start // 2 : -(-target.columns.stop // 2)]

@@ -1,0 +1,98 @@
+"""What a layer carries between its construction, its loads and its forwards: one plain record, `layer.quant_state`."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from olq.errors import StateError
+
+if TYPE_CHECKING:
+    from olq.methods.base import WeightPlan
+
+#: Name of the attribute that holds a `LayerState`.
+ATTRIBUTE = "quant_state"
+
+
+@dataclass
+class LayerState:
+    """The quantized weights of one layer.
+
+    Args:
+        device: where kernel tensors live.
+        label: full path of the layer, for messages and reports; filled in when the model is known.
+        plans: for each weight by parameter name, how it is stored.
+        load_parameters: the load-format Parameter objects, kept for the layer's life so that their attributes
+            (loaders, subclass, marks of the engine) survive every reload.
+        kernel: kernel tensors by name while they are not installed, that is between begin and commit.
+        live: True from a commit to the next begin; a forward is legal only then.
+        generation: number of commits; anything derived from the weights can compare it.
+        method: the method's name, and `reason` why this layer has it.
+        open: the running load of this layer, owned by `olq.reload`.
+    """
+
+    device: torch.device
+    label: str = ""
+    plans: dict[str, "WeightPlan"] = field(default_factory=dict)
+    load_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    kernel: dict[str, Tensor] = field(default_factory=dict)
+    live: bool = False
+    generation: int = 0
+    reason: str = ""
+    open: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
+        """Copy for a copied layer. Parameters keep their class and attributes, which torch's own copy drops."""
+        if self.open is not None and self.open.started:
+            raise StateError(
+                "A layer can't be copied while its weights are arriving.",
+                where=self.label,
+                found="a running load",
+                need="a layer before its first weight or after its commit",
+                remedy="finish or abort the load first",
+            )
+        twin = LayerState(self.device, self.label, live=self.live, generation=self.generation, reason=self.reason)
+        memo[id(self)] = twin
+        twin.plans = dict(self.plans)
+        twin.kernel = copy.deepcopy(self.kernel, memo)
+        for name, parameter in self.load_parameters.items():
+            clone = memo.get(id(parameter))
+            if clone is None:
+                clone = parameter.__class__.__new__(parameter.__class__)
+                clone = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                clone.__class__ = parameter.__class__
+            memo[id(parameter)] = clone
+            clone.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+            twin.load_parameters[name] = cast("nn.Parameter", clone)
+        twin.open = copy.deepcopy(self.open, memo)
+        return twin
+
+
+def find_state(layer: nn.Module) -> LayerState | None:
+    """The layer's record, or None if it has no quantized weights."""
+    return cast("LayerState | None", layer.__dict__.get(ATTRIBUTE))
+
+
+def make_state(layer: nn.Module, device: torch.device, label: str) -> LayerState:
+    """The layer's record, made if it has none."""
+    state = find_state(layer)
+    if state is None:
+        state = LayerState(device, label)
+        layer.__dict__[ATTRIBUTE] = state
+    return state
+
+
+def require_live(layer: nn.Module) -> None:
+    """Raise `StateError` unless all of the layer's weights are in place."""
+    state = find_state(layer)
+    if state is None or state.live:
+        return
+    raise StateError(
+        "A layer was called before its weights were complete.",
+        where=state.label or type(layer).__name__,
+        found="weights that are still being loaded, or whose load failed",
+        need="a committed load: every element arrived and finalize has run",
+        remedy="finish the load (olq.load, or finalize_layerwise_processing), or load again after an error",
+    )
