@@ -1,0 +1,131 @@
+"""The names that others build on: a change here changes a promise, and is written into CHANGELOG.md."""
+
+import importlib.metadata
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import olq
+from olq import errors
+from olq.config import QuantConfig, Rule
+
+REPO = Path(__file__).resolve().parents[1]
+
+TOP_LEVEL = {
+    "CopyCounter",
+    "LayerReport",
+    "QuantConfig",
+    "QuantMethod",
+    "Report",
+    "Rule",
+    "dequantize",
+    "errors",
+    "finalize_layerwise_processing",
+    "get_method",
+    "initialize_layerwise_reload",
+    "initialize_online_processing",
+    "load",
+    "meta_parameters",
+    "method_names",
+    "prepare",
+    "register_method",
+    "reload",
+    "session",
+}
+CONFIG_KEYS = {"method", "params", "rules", "keep"}
+RULE_KEYS = {"match", "method", "params"}
+METHODS = {"fp8", "keep", "mxfp8", "nvfp4"}
+ERRORS = {
+    "ConfigError": ValueError,
+    "CoverageError": RuntimeError,
+    "LayoutError": ValueError,
+    "LoaderError": RuntimeError,
+    "NonFiniteError": ValueError,
+    "SourceError": ValueError,
+    "StateError": RuntimeError,
+    "UnknownNameError": LookupError,
+}
+
+
+def objects() -> dict[str, object]:
+    return {name: getattr(olq, name) for name in olq.__all__}
+
+
+def documented(name: str, thing: object) -> list[str]:
+    """Names that lack a docstring: the thing itself, and a class's own public methods and properties."""
+    missing = [] if inspect.getdoc(thing) else [name]
+    if inspect.isclass(thing):
+        for attribute, value in vars(thing).items():
+            if not attribute.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+                missing += [] if inspect.getdoc(value) else [f"{name}.{attribute}"]
+    return missing
+
+
+def test_top_level_names_are_the_promised_ones():
+    assert set(olq.__all__) == TOP_LEVEL
+    assert len(olq.__all__) == len(TOP_LEVEL), "a name is listed twice"
+
+
+def test_nothing_public_stands_beside_the_promised_names():
+    modules = {name for name, value in vars(olq).items() if inspect.ismodule(value)}
+    extra = {name for name in vars(olq) if not name.startswith("_")} - TOP_LEVEL - modules
+    assert not extra, f"list it in __all__ or import it under a private name: {sorted(extra)}"
+
+
+def test_a_function_is_not_hidden_by_a_module_of_its_name():
+    """`olq.reload` is a function and a package: whichever is bound last wins, so it is checked after both."""
+    import olq.reload
+
+    assert callable(olq.reload)
+
+
+def test_each_public_name_and_its_members_are_documented():
+    assert not [gap for name, thing in objects().items() for gap in documented(name, thing)]
+
+
+def test_each_public_callable_is_annotated():
+    bare = []
+    for name, thing in objects().items():
+        if inspect.isfunction(thing):
+            signature = inspect.signature(thing)
+            parts = [p.annotation for p in signature.parameters.values()] + [signature.return_annotation]
+            bare += [name] if inspect.Parameter.empty in parts else []
+    assert not bare
+
+
+def test_each_public_name_has_its_place_in_the_reference():
+    pages = "".join(p.read_text(encoding="utf-8") for p in (REPO / "docs" / "reference").glob("*.md"))
+    absent = [name for name in olq.__all__ if not re.search(rf"\bolq\.{name}\b", pages)]
+    assert not absent, f"docs/reference lacks {absent}"
+
+
+def test_config_keys_are_frozen():
+    assert set(QuantConfig.model_fields) == CONFIG_KEYS
+    assert set(Rule.model_fields) == RULE_KEYS
+
+
+def test_built_in_methods_are_the_promised_ones():
+    assert set(olq.method_names()) >= METHODS
+    assert {name for name in olq.method_names() if name in METHODS} == METHODS
+
+
+@pytest.mark.parametrize(("name", "builtin"), ERRORS.items())
+def test_each_error_is_also_the_builtin_that_a_caller_expects(name: str, builtin: type[Exception]):
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.OlqError)
+    assert issubclass(kind, builtin)
+
+
+def test_error_classes_are_the_promised_ones():
+    kinds = {n for n, v in vars(errors).items() if inspect.isclass(v) and issubclass(v, errors.OlqError)}
+    assert kinds == {*ERRORS, "OlqError"}
+
+
+def test_the_version_is_that_of_the_installed_package():
+    try:
+        installed = importlib.metadata.version("olq")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs olq to be installed: make test does it")
+    assert olq.__version__ == installed
