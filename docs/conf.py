@@ -1,0 +1,56 @@
+"""Sphinx: Markdown pages, an API reference from docstrings, and nothing that is loaded from another host."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+project = "olq"
+author = "The olq authors"
+copyright = "The olq authors, Apache-2.0"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown"}
+root_doc = "index"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = "olq"
+html_show_sphinx = False
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+
+def refuse_foreign_hosts(app: Sphinx, failure: Exception | None) -> None:
+    """Fail the build when a page would fetch a script, style, font or picture from somewhere else."""
+    if failure or app.builder.format != "html":
+        return
+    fetch = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=[\"'](?:https?:)?//[^\"']*[^>]*>")
+    pages = Path(app.outdir).rglob("*.html")
+    found = [f"{p.relative_to(app.outdir)}: {m[0]}" for p in pages for m in fetch.finditer(p.read_text())]
+    if found:
+        raise ExtensionError("pages load from other hosts:\n" + "\n".join(found[:20]))
+
+
+def setup(app: Sphinx) -> None:
+    """Register the check, and let a glob of the index match nothing: a kind of page comes before its pages."""
+    log = logging.getLogger("sphinx.sphinx.directives.other")  # its warning has no type to suppress it by
+    log.addFilter(lambda record: getattr(record, "subtype", None) != "empty_glob")
+    app.connect("build-finished", refuse_foreign_hosts)
