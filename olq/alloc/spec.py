@@ -125,8 +125,8 @@ class TensorSpec:
                 "No kernel-owned tensor can be made from this spec.",
                 where=f"TensorSpec, layout {self.layout!r}",
                 found=found,
-                need="uint8 for codes and scale bytes, int32, float32, bfloat16 or float16; no negative size or "
-                "stride, elements apart from each other; alignment 2**n bytes, an element or more",
+                need="uint8 for codes and scale bytes, int32, float32, bfloat16 or float16; no negative size "
+                "or stride, elements apart from each other; alignment 2**n bytes, an element or more",
                 remedy="store codes as uint8 and view them as float8 where a kernel reads them",
             )
 

@@ -107,7 +107,7 @@ def to_ue8m0_words(
         block_rows: rows that repeat one row of `scale`: 128 for the scales of 128x128 weight blocks.
 
     Returns:
-        `out`; lanes after group G hold 0. Scratch: 5 bytes a word lane.
+        `out`; lanes after group G hold 0. Scratch: about 16 bytes a scale, and one read-back for the check.
 
     Raises:
         LayoutError: a scale is no positive power of two that E8M0 has, or a dtype, a shape or strides don't
@@ -123,11 +123,11 @@ def to_ue8m0_words(
             f"{-(-MN // max(block_rows, 1))} rows of scales for {MN} rows in blocks of {block_rows}",
         )
     exponents = _exponents(scale, where)
-    W = -(-G // 4)
-    lanes = torch.empty((*scale.shape[:-2], S, W * 4), dtype=torch.uint8, device=scale.device)
+    # Fresh words seen as bytes, not bytes seen as words: torch refuses the latter for some empty shapes.
+    words = torch.empty((*scale.shape[:-2], S, -(-G // 4)), dtype=torch.int32, device=scale.device)
+    lanes = words.view(torch.uint8)
     lanes[..., :G] = exponents
     lanes[..., G:] = 0
-    words = lanes.view(torch.int32)
     out = _ordered(out, UE8M0Words(MN, G), scale, torch.int32, where)
     if block_rows == 1:
         return out.copy_(words)
@@ -146,7 +146,7 @@ def from_ue8m0_words(words: Tensor, columns: int, out: Tensor | None = None) -> 
         out: [*lead, MN, G], float32 decode scales or uint8 E8M0 bytes, any strides. None makes float32.
 
     Returns:
-        `out`; exponent byte 0 is 2**-127, 255 is NaN. Scratch: 5 bytes a word lane.
+        `out`; exponent byte 0 is 2**-127, 255 is NaN. Scratch: about 16 bytes a scale.
 
     Raises:
         LayoutError: a dtype or a shape does not fit.
@@ -155,7 +155,8 @@ def from_ue8m0_words(words: Tensor, columns: int, out: Tensor | None = None) -> 
     MN, W = _pair(words, torch.int32, where)
     if -(-columns // 4) != W:
         raise _misfit(where, words, f"[..., {-(-columns // 4)}] int32 for {columns} groups")
-    exponents = words.contiguous().view(torch.uint8)[..., :columns]
+    fresh = torch.empty(words.shape, dtype=torch.int32, device=words.device).copy_(words)
+    exponents = fresh.view(torch.uint8)[..., :columns]
     dtype = torch.float32 if out is None else out.dtype
     shape = (*words.shape[:-2], MN, columns)
     out = _result(out, shape, torch.uint8 if dtype == torch.uint8 else torch.float32, words, where)
