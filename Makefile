@@ -11,7 +11,7 @@
 #
 # Each makes what it needs of the environment .venv on first use, and again when pyproject.toml changes.
 #   PYTHON=python3.12   the interpreter that the environment is made from
-#   TORCH=2.11.0        another release of torch; give it an environment of its own: VENV=.venv-2.11
+#   TORCH=2.11.0        another release of torch; VENV=.venv-2.11 gives it an environment of its own
 #   PY=python3          run in an environment of yours; nothing is installed then
 
 SHELL := /bin/bash
@@ -42,16 +42,19 @@ help:
 
 # Torch first and alone, then the rest with torch pinned to what is there: a plain "torch" among other requirements
 # would fetch a CUDA build of several gigabytes. A stamp is written last, so a step that broke midway is done again.
-$(VENV)/.with-torch: Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"olq needs Python 3.11 or later, and {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
-	@if [ -e $@ ] && [ "$$(cat $@)" = $(TORCH) ]; then touch $@; else \
-	  $(PYTHON) -m venv --clear $(VENV); \
-	  $(VENV)/bin/python -m pip install --quiet 'torch==$(TORCH)'; \
-	  echo $(TORCH) > $@; fi
+TORCH_STAMP := $(VENV)/.with-torch-$(TORCH)
 
-$(VENV)/.with-%: $(VENV)/.with-torch pyproject.toml
+$(TORCH_STAMP):
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	  sys.exit(sys.version_info < (3, 11) and f"olq needs Python 3.11 or later, this is {v}: set PYTHON=")'
+	@echo "making $(VENV) with torch $(TORCH), once"
+	@$(PYTHON) -m venv $(if $(filter .venv%,$(VENV)),--clear) $(VENV)
+	@$(VENV)/bin/python -m pip install -qq 'torch==$(TORCH)'
+	@touch $@
+
+$(VENV)/.with-%: $(TORCH_STAMP) pyproject.toml
 	@echo "installing olq[$*] into $(VENV)"
-	@$(VENV)/bin/python -m pip install --quiet 'torch==$(TORCH)' --editable '.[$*]'
+	@$(VENV)/bin/python -m pip install -qq 'torch==$(TORCH)' --editable '.[$*]'
 	@touch $@
 
 demo: $(call with,demo)
@@ -72,7 +75,7 @@ types: $(call with,dev)
 	$(PY) -m pyright --pythonpath $(PY)
 
 imports: $(call with,dev)
-	$(PY) -c 'from importlinter.cli import lint_imports_command as c; c()'
+	$(PY) -c 'from importlinter.cli import lint_imports_command as c; c()' --no-logo
 
 spelling: $(call with,dev)
 	$(PY) -m codespell_lib

@@ -50,7 +50,7 @@ def refuse_foreign_hosts(app: Sphinx, failure: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register the check, and let a glob of the index match nothing: a kind of page comes before its pages."""
+    """Register the check, and let a glob of the index match nothing: a kind of page may have none yet."""
     log = logging.getLogger("sphinx.sphinx.directives.other")  # its warning has no type to suppress it by
     log.addFilter(lambda record: getattr(record, "subtype", None) != "empty_glob")
     app.connect("build-finished", refuse_foreign_hosts)
