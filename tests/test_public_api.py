@@ -129,3 +129,7 @@ def test_the_version_is_that_of_the_installed_package():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("needs olq to be installed: make test does it")
     assert olq.__version__ == installed
+
+
+def test_the_package_tells_type_checkers_that_it_is_typed():
+    assert (REPO / "olq" / "py.typed").exists()
