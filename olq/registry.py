@@ -139,7 +139,9 @@ class Registry(Generic[T]):
             f"No {self._kind} is called {name!r}.",
             where=f"the registered {self._kind}s and the entry points of group {self._group!r}",
             found=repr(name),
-            need=f"one of {', '.join(map(repr, self.names())) or 'none: nothing is registered'}",
+            need=f"one of {', '.join(map(repr, self.names()))}"
+            if len(self)
+            else "a registered name; there is none",
             remedy=f"did you mean {near[0]!r}?"
             if near
             else f"install the package that offers this {self._kind}",

@@ -106,8 +106,8 @@ class Resolver:
             part_names: for a fused layer, the names that its parts have beside it, in order.
 
         Raises:
-            ConfigError: `keep` and a rule contradict each other; parts of the layer got different decisions;
-                the layer was decided before with other parts.
+            ConfigError: `keep` and a rule contradict each other; parts of the layer got different decisions,
+                or would get them in an engine that does not fuse; the layer was decided with other parts.
         """
         parts = tuple(part_names)
         if name in self._layers:
@@ -128,6 +128,7 @@ class Resolver:
                 need="one method with the same parameters for all parts, because they are one tensor",
                 remedy=f"match the fused name {name.rpartition('.')[2]!r}, or all of its parts alike",
             )
+        _refuse_half_matches(hits, name, siblings)
         reason = self._reason(name, parts, hits)
         self._layers[name] = Decision(name, first.method, first.params, reason, parts)
         return self._layers[name]
@@ -236,6 +237,20 @@ def _text(params: Mapping[str, Any]) -> str:
 
 def _wish(entry: _Entry) -> str:
     return f"{entry.method or KEEP}({_text(entry.params)})" if entry.params else entry.method or KEEP
+
+
+def _refuse_half_matches(hits: Sequence[_Hit], name: str, siblings: Sequence[str]) -> None:
+    """`*v_proj` also matches `qkv_proj`: where layers are not fused it would take v alone."""
+    for hit in hits:
+        taken = [path for path in siblings if hit.entry.pattern.match(path) is not None]
+        if hit.path == name and 0 < len(taken) < len(siblings):
+            raise ConfigError(
+                "A pattern matches a fused layer's name and only some of its parts.",
+                where=f"layer {name}",
+                found=f"{hit.entry} matches it and {', '.join(taken)}, not all of {', '.join(siblings)}",
+                need="the same decision whether an engine fuses these layers or not",
+                remedy="write the fused name in full, or a pattern that matches each part",
+            )
 
 
 def _same_again(made: Decision, parts: tuple[str, ...]) -> Decision:
