@@ -1,0 +1,97 @@
+"""FP8: E4M3 codes with one float32 decode scale for a row, a block or the whole matrix.
+
+Letters   n, k = rows and columns of the tensor at hand; unit = the elements that share a scale.
+Value     w[i, j] ~ code[i, j] * scale[i / block_rows, j / block_columns]
+Encode    code = E4M3(clamp(x * r, +-448)), r = 1 / scale once a unit
+Spec      docs/formats/fp8.md
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from olq.numerics.chunks import Box, Scratch, boxes, grid_of, unit_of
+from olq.numerics.rounding import round_to_e4m3_
+from olq.numerics.scales import fp8_power_of_two_scale, fp8_scale, poisoned
+from olq.numerics.source import Source, largest_magnitude
+
+
+def quantize_(
+    source: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    block: tuple[int, int],
+    *,
+    power_of_two: bool = False,
+    through: torch.dtype | None = None,
+    saturate: bool = False,
+) -> None:
+    """Quantize into storage of the caller.
+
+    Args:
+        source: [*lead, n, k], a floating type, any strides, any device.
+        codes: uint8 [*lead, n, k], any strides; E4M3 codes.
+        scale: float32 [*lead, *grid], any strides; decode scales.
+        block: (rows, columns) of a unit; 0 is the whole extent, so (0, 0), (1, 0) and (128, 128) are the
+            usual ones.
+        power_of_two: the least power of two without saturation instead of amax / 448.
+        through: dtype to which each element is rounded first; None keeps it.
+        saturate: make non-finite elements finite first. Without it the scale of their unit becomes NaN, its
+            codes 0.
+
+    Scratch: `chunks.ELEMENTS` times at most 13 bytes, whatever the size. The source is read once, or twice
+    if one unit alone has more elements than that.
+    """
+    choose = fp8_power_of_two_scale if power_of_two else fp8_scale
+    scratch = Scratch(source.numel(), codes.device)
+    reader = Source(source, through, saturate, scratch)
+    if not source.numel():
+        scale.fill_(1.0)
+    for group in boxes(source.shape, unit_of(source.shape, block)):
+        amax = _largest(group, reader, scratch)
+        bad, (unit_scale, factor) = poisoned(amax), choose(amax)
+        if bad is not None:
+            unit_scale.masked_fill_(bad, math.nan)
+        scale[group[0].unit_index] = unit_scale
+        for box in group:
+            x = reader.read(box)
+            if bad is not None:
+                box.split(x).masked_fill_(bad[..., :, None, :, None], 0.0)
+            box.split(x).mul_(factor[..., :, None, :, None])
+            round_to_e4m3_(x, codes[box.index])
+
+
+def _largest(group: list[Box], reader: Source, scratch: Scratch) -> Tensor:
+    """Largest magnitudes of a box of whole units, or of the one unit whose parts the boxes are: [*l, down,
+    across]."""
+    amax = largest_magnitude(group[0].split(reader.read(group[0])), scratch)
+    for box in group[1:]:
+        amax = torch.maximum(amax, largest_magnitude(box.split(reader.read(box)), scratch))
+    return amax
+
+
+def dequantize_(codes: Tensor, scale: Tensor, out: Tensor, block: tuple[int, int]) -> None:
+    """Decode: code * scale in float32 (one rounding), then rounded to `out`'s dtype.
+
+    Args:
+        codes: uint8 [*lead, n, k], any strides.
+        scale: float32 [*lead, *grid], any strides.
+        out: float32, bfloat16 or float16 [*lead, n, k], any strides.
+        block: as for `quantize_`.
+
+    Scratch: `chunks.ELEMENTS` float32.
+    """
+    scratch = Scratch(codes.numel(), codes.device)
+    for group in boxes(codes.shape, unit_of(codes.shape, block)):
+        for box in group:
+            part = codes[box.index]
+            x = scratch.take("x", part.shape, torch.float32)
+            x.copy_(part.view(torch.float8_e4m3fn))
+            box.split(x).mul_(scale[box.unit_index][..., :, None, :, None])
+            out[box.index] = x
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """[*lead, *grid]: the shape of the scales of a [*lead, n, k] tensor."""
+    return (*shape[:-2], *grid_of(shape, block))

@@ -1,0 +1,138 @@
+"""NVFP4: E2M1 codes, two to a byte, with an E4M3 scale for each 16 along k and a float32 scale for the
+tensor.
+
+Letters   n, k = rows and columns of the tensor at hand; blocks are 1 x 16, the last of a row may be shorter.
+Value     w[i, j] ~ (code[i, j] * SF[i, j / 16]) * s2
+Encode    s2 = amax / 2688, SF = E4M3(min(b / (6 * s2), 448)), r = 1 / (SF * s2), code = E2M1(clamp(x * r,
+          +-6))
+Spec      docs/formats/nvfp4.md
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from olq.formats import E4M3, NVFP4_BLOCK
+from olq.numerics.chunks import Box, Scratch, boxes
+from olq.numerics.places import Places
+from olq.numerics.rounding import E2M1_STEP, e2m1_values_, round_to_e2m1_
+from olq.numerics.scales import nvfp4_block_scale, nvfp4_tensor_scale
+from olq.numerics.source import Source, largest_magnitude
+
+_UNIT = (1, NVFP4_BLOCK)
+_NAN_BYTE = E4M3.nan_codes[0]
+
+
+def tensor_scale_(
+    source: Tensor, scale_2: Tensor, *, through: torch.dtype | None = None, saturate: bool = False
+) -> None:
+    """Write s2 = amax / 2688 of each matrix: 1.0 for zeros, not below 2**-117, NaN if an element is not
+    finite.
+
+    Args:
+        source: [*lead, n, k], a floating type, any strides, any device.
+        scale_2: float32 [*lead], 0-d without leading dimensions, any strides; the decode scale.
+        through: dtype to which each element is rounded first; None keeps it.
+        saturate: make non-finite elements finite first.
+
+    Scratch: `chunks.ELEMENTS` times at most 10 bytes, whatever the size.
+    """
+    scratch = Scratch(source.numel(), scale_2.device)
+    reader = Source(source, through, saturate, scratch)
+    # The running maximum is kept in the result: there may be as many matrices as elements.
+    scale_2.zero_()
+    for group in boxes(source.shape, (1, max(source.shape[-1], 1))):
+        for box in group:
+            amax = largest_magnitude(box.split(reader.read(box)), scratch).amax((-2, -1))
+            running = scale_2[box.lead]
+            running.copy_(torch.maximum(running, amax))
+    for (box,) in boxes((*scale_2.shape, 1, 1), (1, 1)):
+        amax = scale_2[box.lead]
+        amax.copy_(nvfp4_tensor_scale(amax))
+
+
+def quantize_(
+    source: Tensor,
+    codes: Tensor,
+    places: Places,
+    scale_2: Tensor,
+    *,
+    through: torch.dtype | None = None,
+    saturate: bool = False,
+) -> None:
+    """Quantize into storage of the caller, with a tensor scale that is already there.
+
+    Args:
+        source: [*lead, n, k], a floating type, any strides, any device.
+        codes: uint8 [*lead, n, ceil(k / 2)], any strides; low nibble first, a missing last high nibble is 0.
+        places: where the n x ceil(k / 16) scale bytes go.
+        scale_2: float32 [*lead], 0-d without leading dimensions. Positive and finite; any other value makes
+            all scale bytes of its matrix NaN (0x7F) and all codes 0.
+        through: dtype to which each element is rounded first; None keeps it.
+        saturate: make non-finite elements finite first. Without it their block's byte becomes 0x7F, its
+            codes 0.
+
+    Scratch: `chunks.ELEMENTS` times at most 14 bytes, whatever the size.
+    """
+    scratch = Scratch(source.numel(), codes.device)
+    reader = Source(source, through, saturate, scratch)
+    for (box,) in boxes(source.shape, _UNIT):
+        x = reader.read(box)
+        amax = largest_magnitude(box.split(x), scratch)
+        s2 = scale_2[box.lead][..., None, None]
+        byte, factor = nvfp4_block_scale(amax, s2)
+        bad = _unusable(amax, s2)
+        if bad is not None:
+            byte = byte.masked_fill(bad, _NAN_BYTE)
+            box.split(x).masked_fill_(bad[..., :, None, :, None], 0.0)
+        places.write(box.unit_index, byte)
+        box.split(x).mul_(factor[..., :, None, :, None])
+        codes[_packed(box)] = pack(round_to_e2m1_(x, scratch), scratch)
+
+
+def _unusable(amax: Tensor, s2: Tensor) -> Tensor | None:
+    """Which blocks can't be quantized, bool like `amax`; None when a CPU sees that all can."""
+    if amax.device.type == "cpu":
+        least, most = torch.aminmax(s2)
+        if float(least) > 0.0 and float(most) < math.inf and float(amax.amax()) < math.inf:
+            return None
+    return ~(torch.isfinite(amax) & (s2 > 0) & (s2 < math.inf))
+
+
+def pack(codes: Tensor, scratch: Scratch) -> Tensor:
+    """Two codes a byte, low nibble first: contiguous uint8 [..., c] to [..., ceil(c / 2)] in scratch."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.view(torch.int16)
+    high = torch.bitwise_right_shift(pairs, 4, out=scratch.take("wide", pairs.shape, torch.int16))
+    return scratch.take("packed", pairs.shape, torch.uint8).copy_(high.bitwise_or_(pairs))
+
+
+def _packed(box: Box) -> tuple[slice, ...]:
+    """Index of the box in packed codes; a box starts on a block, so on a byte."""
+    return (*box.lead, box.rows, slice(box.columns.start // 2, -(-box.columns.stop // 2)))
+
+
+def dequantize_(codes: Tensor, places: Places, scale_2: Tensor, out: Tensor) -> None:
+    """Decode: (code * SF) * s2 in float32, the first product exact; then rounded to `out`'s dtype.
+
+    Args:
+        codes: uint8 [*lead, n, ceil(k / 2)], any strides.
+        places: where the n x ceil(k / 16) scale bytes are.
+        scale_2: float32 [*lead], 0-d without leading dimensions.
+        out: float32, bfloat16 or float16 [*lead, n, k], any strides; its k says how many nibbles count.
+
+    Scratch: `chunks.ELEMENTS` times at most 12 bytes, whatever the size.
+    """
+    scratch = Scratch(2 * codes.numel(), codes.device)
+    for (box,) in boxes((*codes.shape[:-1], 2 * codes.shape[-1]), _UNIT):
+        part = codes[_packed(box)]
+        packed = scratch.take("packed", part.shape, torch.uint8).copy_(part)
+        x = scratch.take("x", (*part.shape[:-1], 2 * part.shape[-1]), torch.float32)
+        e2m1_values_(packed, x, scratch)
+        block = places.read(box.unit_index).view(torch.float8_e4m3fn).to(torch.float32) * E2M1_STEP
+        s2 = scale_2[box.lead][..., None, None, None, None]
+        box.split(x).mul_(block[..., :, None, :, None]).mul_(s2)
+        target = out[box.index]  # one column short of x where the last nibble is padding
+        target.copy_(x[..., : target.shape[-1]])

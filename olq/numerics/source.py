@@ -1,0 +1,59 @@
+"""One box of a weight in float32: rounded as a copy into the parameter would round it; finite on request.
+
+Steps   1. float64 is rounded to float32 (float32, bfloat16 and float16 are exact in it).
+        2. `through`, if it is narrower than float32, rounds once more; beyond its range that gives an
+           infinity.
+        3. saturate: NaN becomes 0, an infinity becomes the largest finite value of `through`, or of the
+           source.
+"""
+
+import torch
+from torch import Tensor
+
+from olq.formats import FLOAT32_MAX
+from olq.numerics.chunks import Box, Scratch
+
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Source:
+    """A weight to be read box by box.
+
+    Args:
+        tensor: [*lead, n, k], a floating type of `SOURCE_DTYPES`, any strides, any device.
+        through: the parameter's dtype, or None to keep the source's own values.
+        saturate: see the module.
+        scratch: of the call; its device may differ from the tensor's.
+    """
+
+    def __init__(self, tensor: Tensor, through: torch.dtype | None, saturate: bool, scratch: Scratch) -> None:
+        self.tensor, self._scratch = tensor, scratch
+        self._through = through if through in _NARROW and through != tensor.dtype else None
+        largest = torch.finfo(through or tensor.dtype).max
+        self._largest = min(largest, FLOAT32_MAX) if saturate else None
+
+    def read(self, box: Box) -> Tensor:
+        """[*l, rows, columns] contiguous float32 in scratch, valid until the next read."""
+        part = self.tensor[box.index]
+        x = self._scratch.take("x", part.shape, torch.float32)
+        x.copy_(part)
+        if self._through is not None:
+            rounded = self._scratch.take("through", part.shape, self._through)
+            x.copy_(rounded.copy_(x))
+        if self._largest is not None:
+            torch.nan_to_num(x, nan=0.0, posinf=self._largest, neginf=-self._largest, out=x)
+        return x
+
+
+def largest_magnitude(x: Tensor, scratch: Scratch) -> Tensor:
+    """Largest |x| of each unit, [*l, down, across], float32.
+
+    `x` is contiguous [*l, down, unit rows, across, unit columns], float32. NaN if the unit holds one, else
+    infinity if it holds one. Overwrites the scratch buffer "helper".
+    """
+    magnitude = torch.abs(x, out=scratch.take("helper", x.shape, torch.float32))
+    if x.shape[-2] == 1:  # units as wide as the box are dense: one reduction, vectorised even for short rows
+        return magnitude.flatten(-3).amax(-1, keepdim=True)
+    magnitude = magnitude.amax(-1)
+    return magnitude.squeeze(-2) if x.shape[-3] == 1 else magnitude.amax(-2)
