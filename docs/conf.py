@@ -49,8 +49,33 @@ def refuse_foreign_hosts(app: Sphinx, failure: Exception | None) -> None:
         raise ExtensionError("pages load from other hosts:\n" + "\n".join(found[:20]))
 
 
+def docstring_to_rest(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """Docstrings are plain text with `backticks`: keep what reStructuredText would take for markup.
+
+    A module's docstring aligns its words in columns, so all but its first line is shown as it stands.
+    """
+    if what == "module" and len(lines) > 1:
+        lines[:] = [lines[0], "", "::", "", *("    " + line for line in lines[1:]), ""]
+        return
+    text = "\n".join(lines)
+    # Napoleon takes what stands before a colon for a type. Here the types are in the signature.
+    text = re.sub(r"^(Returns|Yields):\n +", lambda m: f":{m[1].lower()}: ", text, flags=re.MULTILINE)
+    if what in {"attribute", "data", "property"}:
+        text = text.replace(": ", " – ")
+    pieces = re.split(r"(``.+?``|`[^`]+`)", text, flags=re.DOTALL)
+    for i, piece in enumerate(pieces):
+        if piece.startswith("`"):
+            pieces[i] = f"``{piece.strip('`')}``"
+        else:
+            pieces[i] = re.sub(r"[*|]|(?<=\w)_(?!\w)", r"\\\g<0>", piece)
+    lines[:] = "".join(pieces).split("\n")
+
+
 def setup(app: Sphinx) -> None:
-    """Register the check, and let a glob of the index match nothing: a kind of page may have none yet."""
+    """Register both, and let a glob of the index match nothing: a kind of page may have none yet."""
     log = logging.getLogger("sphinx.sphinx.directives.other")  # its warning has no type to suppress it by
     log.addFilter(lambda record: getattr(record, "subtype", None) != "empty_glob")
     app.connect("build-finished", refuse_foreign_hosts)
+    app.connect("autodoc-process-docstring", docstring_to_rest, priority=100)  # before napoleon's turn
