@@ -1,0 +1,32 @@
+"""The plugin's own tests: olq's conformance suite, and what its parameter means.
+
+Named so that it is not collected with olq's tests; `test_entry_points.py` runs it where the plugin is
+installed.
+"""
+
+import pytest
+import torch
+
+import olq
+from olq.testing import MethodConformance
+
+
+class TestSignInt8(MethodConformance):
+    method = olq.get_method("sign_int8")
+
+
+class TestFourBits(MethodConformance):
+    method = olq.get_method("sign_int8", levels=7)
+
+
+def test_more_levels_than_a_byte_has_are_refused():
+    with pytest.raises(olq.errors.ConfigError, match="method 'sign_int8'"):
+        olq.get_method("sign_int8", levels=128)
+
+
+def test_a_prepared_model_uses_the_method_for_the_layers_of_a_rule():
+    model = torch.nn.Sequential(torch.nn.Linear(100, 12), torch.nn.Linear(12, 5)).to(torch.bfloat16)
+    weight = model[1].weight.detach().clone()
+    olq.prepare(model, olq.QuantConfig(method="keep", rules=[olq.Rule(match="1", method="sign_int8")]))
+    assert model[1].weight.dtype == torch.uint8
+    assert (olq.dequantize(model[1]) - weight).abs().max() <= weight.abs().max() / 127
