@@ -22,6 +22,7 @@ from olq.errors import ConfigError
 #: Characters that mean something in a regular expression or a shell's glob and nothing here. A module whose
 #: name really holds one is reached with `re:`.
 _FOREIGN = frozenset("?[]{}()^$|+\\/ \t\r\n")
+_NUMBER = re.compile(r"\d+")
 _ANY_COMPONENTS = r"(?:[^.]+\.)*"
 _NEED = "whole components joined by dots (`*` inside one, `**` for any number), or `re:` and an expression"
 
@@ -34,16 +35,20 @@ class Pattern:
         text: as the user wrote it.
         components: a glob's components; empty for a regular expression.
         regex: for a glob, it matches the path up to the end of the run, with a dot after each component.
+        anywhere: for a glob, it matches the whole path; most paths are refused by it, in one step.
     """
 
     text: str
     components: tuple[str, ...]
     regex: re.Pattern[str]
+    anywhere: re.Pattern[str] | None = None
 
     def match(self, path: str) -> str | None:
         """The layer or ancestor at which the match ends, the longest of several; None without a match."""
-        if not self.components:
+        if self.anywhere is None:
             return path if self.regex.fullmatch(path) else None
+        if not self.anywhere.fullmatch(path + "." if path else ""):
+            return None
         for end in _prefixes(path):
             if self.regex.fullmatch(end + "." if end else ""):
                 return end
@@ -80,7 +85,8 @@ def parse(text: str, *, where: str = "pattern") -> Pattern:
     if remedy:
         raise ConfigError("A pattern can't be read.", where=where, found=found, need=_NEED, remedy=remedy)
     body = "".join(_ANY_COMPONENTS if c == "**" else _component(c) for c in components)
-    return Pattern(text, components, re.compile(_ANY_COMPONENTS + body))
+    run = _ANY_COMPONENTS + body
+    return Pattern(text, components, re.compile(run), re.compile(run + _ANY_COMPONENTS))
 
 
 def suggest(pattern: Pattern, paths: Iterable[str], *, limit: int = 3) -> str:
@@ -100,8 +106,9 @@ def suggest(pattern: Pattern, paths: Iterable[str], *, limit: int = 3) -> str:
         fitting = [v.text for v in variants if any(v.match(name) is not None for name in names)]
         if fitting:
             return f"did you mean {' or '.join(map(repr, fitting[:limit]))}?"
-    text = pattern.regex.pattern if not pattern.components else pattern.text
-    near = difflib.get_close_matches(text, names, n=limit, cutoff=0.5) or names[:limit]
+    text = pattern.text if pattern.components else pattern.regex.pattern
+    one_each = list({_NUMBER.sub("0", name): name for name in reversed(names)}.values())[::-1]
+    near = difflib.get_close_matches(text, one_each, n=limit, cutoff=0.5) or one_each[:limit]
     return f"names there are, for example: {', '.join(map(repr, near))}" if near else "no layer was looked at"
 
 
