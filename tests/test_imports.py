@@ -13,12 +13,12 @@ REPO = Path(__file__).resolve().parents[1]
 
 MEASURE = """
 import sys
-import torch, pydantic, safetensors, safetensors.torch
-before = set(sys.modules)
+import torch, pydantic, safetensors.torch
+pydantic.create_model("Model", size=(int, pydantic.Field(gt=0)))  # it loads its parts on first use
+known = {{name.split(".")[0] for name in sys.modules}} | set(sys.stdlib_module_names)
 {program}
-packages = {{name.split(".")[0] for name in set(sys.modules) - before}}
-known = {{name.split(".")[0] for name in before}}
-print(*sorted(packages - known - set(sys.stdlib_module_names) - {{"olq"}}))
+packages = {{name.split(".")[0] for name in sys.modules}}
+print(*sorted(name for name in packages - known - {{"olq"}} if not name.startswith("_sysconfigdata")))
 """
 
 
