@@ -4,26 +4,23 @@ A dispatch mode sees what operators return; it misses the scratch inside an oper
 the operator ends. The allocator sees both, so `measure_memory` asks it, through `torch.profiler`, for every
 block that was taken and given back, and builds from that the number of live bytes over time.
 
-    live(t) = bytes taken since the start - bytes given back since the start        peak = max over t of
-    live(t)
+    live(t) = bytes of the blocks that were taken since the start and are not given back at t
+    peak    = max over t of live(t)
 
-What is not seen, on a CPU: the blocks of other threads (the profiler's memory events are thread-local), file
-pages that safetensors maps instead of allocating, and memory that no torch allocator hands out (Python
-objects, buffers inside a BLAS). Giving back a block that is older than the measurement is no event on a CPU,
-so `live` can be too high by such blocks, never too low.
+What is not in it, on a CPU: blocks of other threads (the profiler's memory events are thread-local), memory
+that no torch allocator hands out (Python objects, buffers inside a BLAS), and files that are mapped instead
+of read, as safetensors does: their pages belong to the system's cache, so they are counted apart.
 
-Elsewhere: what a load should take at most is law 5 of the design; the bound is tested in tests/reload.
+Elsewhere: what a load may take at most is law 5 of the design; the bound is tested in tests/reload.
 """
 
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-_MEMORY_EVENT = "[memory]"
 _START = "olq.testing.memory: start"
 
 
@@ -44,13 +41,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Live bytes over time while a call ran; a new `MemoryTrace` starts at zero.
+    """Live bytes over time while a call ran; they start at zero.
 
     Args:
         times_s: when the allocator took or gave back a block, in seconds from the start, ascending.
-        live_bytes: live bytes above the start, right after each of those moments; same length.
-        peak_bytes: the highest value of `live_bytes`, 0 if nothing was taken. On CUDA the allocator's own
+        live_bytes: live bytes right after each of those moments; same length.
+        peak_bytes: the highest value of `live_bytes`, 0 if nothing was taken. On CUDA, the allocator's
             statistic.
+        mapped_peak_bytes: the most bytes of files that were mapped at a time; not part of `live_bytes`.
         marks: the `record_function` blocks, in the order in which they began.
         result: what the call returned.
     """
@@ -58,6 +56,7 @@ class MemoryTrace:
     times_s: tuple[float, ...]
     live_bytes: tuple[int, ...]
     peak_bytes: int
+    mapped_peak_bytes: int
     marks: tuple[Mark, ...]
     result: Any
 
@@ -74,10 +73,10 @@ class MemoryTrace:
         return self.times_s[self.live_bytes.index(max(self.live_bytes))]
 
     def live_at(self, moment_s: float) -> int:
-        """Live bytes above the start at `moment_s`, in seconds from the start."""
+        """Live bytes at `moment_s`, in seconds from the start."""
         live = 0
-        for time, value in zip(self.times_s, self.live_bytes, strict=True):
-            if time > moment_s:
+        for time_s, value in zip(self.times_s, self.live_bytes, strict=True):
+            if time_s > moment_s:
                 break
             live = value
         return live
@@ -88,35 +87,41 @@ def measure_memory(call: Callable[[], Any], *, device: torch.device | str = "cpu
 
     Args:
         call: runs once, on the calling thread. What it raises passes through.
-        device: whose allocator to watch: "cpu", or a CUDA device, whose peak comes from the statistics
-            (it counts the blocks of all threads; its high-water mark is reset).
+        device: whose allocator to watch: "cpu", or a CUDA device. There the peak comes from the allocator's
+            statistics, which count the blocks of all threads; its high-water mark is reset.
 
     Returns:
         The trace. It holds the result of `call`, so drop it before the next measurement if that is large.
 
-    The profiler keeps about 200 bytes an operator in memory of its own, which are not counted. It can't be
-    nested in another profiler.
+    A block that is given back by another thread counts as live until its address is used again. The
+    profiler's own memory, some hundred bytes an operator, is not counted. The call can't be measured inside
+    another profiler.
     """
     device = torch.device(device)
-    gc.collect()  # otherwise garbage of earlier work could be given back, and counted, during the call
     base = _reset_peak(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         # An event of our own is the zero of the clock: starting the profiler can take a second.
-        with torch.profiler.record_function(_START):
+        with record_function(_START):
             pass
         result = call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    start_ns, marks, changes = _read(profiler, device)
-    times, live, now = [], [], 0
-    for at_ns, size in changes:
-        now += size
-        times.append((at_ns - start_ns) / 1e9)
-        live.append(now)
-    peak = max(live, default=0)
+    # The list of events lacks addresses; the tree has them, and torch's own memory profiler reads it too.
+    kineto: Any = profiler.profiler
+    events = list(_flat(kineto.kineto_results.experimental_event_tree()))
+    start_ns = next(event.end_time_ns for event in events if event.name == _START)
+    blocks, mappings = _live(events, device)
+    peak = max((live for _, live in blocks), default=0)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) - base
-    return MemoryTrace(tuple(times), tuple(live), max(peak, 0), marks, result)
+    return MemoryTrace(
+        times_s=tuple((at_ns - start_ns) / 1e9 for at_ns, _ in blocks),
+        live_bytes=tuple(live for _, live in blocks),
+        peak_bytes=peak,
+        mapped_peak_bytes=max((live for _, live in mappings), default=0),
+        marks=_marks(events, start_ns),
+        result=result,
+    )
 
 
 def _reset_peak(device: torch.device) -> int:
@@ -128,22 +133,49 @@ def _reset_peak(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _read(profiler: Any, device: torch.device) -> tuple[int, tuple[Mark, ...], list[tuple[int, int]]]:
-    """Start of the clock in ns, the marks, and (moment in ns, bytes) of each allocator event, by time."""
-    start_ns = 0
-    spans: list[tuple[int, int, str]] = []
-    changes: list[tuple[int, int]] = []
+def _flat(tree: list[Any]) -> Iterator[Any]:
+    """All events of a tree, in no particular order."""
+    left = list(tree)
+    while left:
+        event = left.pop()
+        left.extend(event.children)
+        yield event
+
+
+def _marks(events: list[Any], start_ns: int) -> tuple[Mark, ...]:
+    spans = sorted(
+        (event.start_time_ns, event.end_time_ns, event.name)
+        for event in events
+        if event.name != _START and str(getattr(event.extra_fields, "scope", "")).endswith("USER_SCOPE")
+    )
+    return tuple(Mark(name, (a - start_ns) / 1e9, (b - start_ns) / 1e9) for a, b, name in spans)
+
+
+def _live(events: list[Any], device: torch.device) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(moment in ns, live bytes then) at each event of the allocator, and the same of mapped files."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == _START:
-            start_ns = event.end_ns()
-        elif event.name() == _MEMORY_EVENT:
-            # A CPU has one allocator whatever index its events carry (-1 on the versions seen).
-            if event.device_type().name == device.type.upper() and (
-                device.type == "cpu" or event.device_index() == index
-            ):
-                changes.append((event.start_ns(), event.nbytes()))
-        elif event.is_user_annotation():
-            spans.append((event.start_ns(), event.end_ns(), event.name()))
-    marks = [Mark(name, (a - start_ns) / 1e9, (b - start_ns) / 1e9) for a, b, name in sorted(spans)]
-    return start_ns, tuple(marks), sorted(changes, key=lambda change: change[0])
+    changes = []
+    for event in events:
+        fields = event.extra_fields
+        where = getattr(fields, "device", None) if hasattr(fields, "alloc_size") else None
+        if where is not None and where.type == device.type and (device.type == "cpu" or where.index == index):
+            changes.append((event.start_time_ns, fields))
+    changes.sort(key=lambda change: change[0])
+
+    # By address, so that giving back what is older than the start does not count.
+    held: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    lines: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    live = [0, 0]
+    for at_ns, fields in changes:
+        if fields.alloc_size > 0:
+            # A CPU has no reserved memory; only torch's file mappings report some.
+            kind = int(device.type == "cpu" and fields.total_reserved > 0)
+            live[kind] += fields.alloc_size - held[kind].get(fields.ptr, 0)
+            held[kind][fields.ptr] = fields.alloc_size
+        elif fields.ptr in held[0] or fields.ptr in held[1]:
+            kind = int(fields.ptr not in held[0])
+            live[kind] -= held[kind].pop(fields.ptr)
+        else:
+            continue
+        lines[kind].append((at_ns, live[kind]))
+    return lines

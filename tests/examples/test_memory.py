@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from olq.testing.memory import measure_memory
 
@@ -61,13 +63,29 @@ def test_memory_from_before_the_start_does_not_count():
     assert trace.peak_bytes < 100
 
 
-def test_a_block_of_an_earlier_measurement_counts_as_given_back():
+def test_giving_back_what_is_older_than_the_start_does_not_count():
+    """Also if an earlier measurement saw it being taken: a call has the same trace whatever came before."""
     first = measure_memory(lambda: bytes_of(4 * MIB))
     held = [first.result]
     del first
-    trace = measure_memory(held.clear)
-    assert trace.peak_bytes == 0
-    assert trace.final_bytes == -4 * MIB
+
+    def call():
+        held.clear()
+        return bytes_of(MIB)
+
+    assert measure_memory(call).live_bytes == (MIB,)
+
+
+def test_a_mapped_file_counts_apart(tmp_path):
+    save_file({"a": bytes_of(3 * MIB).zero_()}, tmp_path / "x.safetensors")
+
+    def call():
+        with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+            return file.get_tensor("a").clone()
+
+    trace = measure_memory(call)
+    assert trace.live_bytes == (3 * MIB,)
+    assert 3 * MIB < trace.mapped_peak_bytes < 3 * MIB + 4096
 
 
 def test_marks_say_which_part_ran_when():
