@@ -15,8 +15,8 @@ from torch import Tensor
 
 ELEMENTS = 1 << 17
 """Elements of the source in one box. 128 Ki float32 and their helpers stay in a core's second-level cache,
-and all scratch of a call stays under 8 MB (measured: benchmarks/quantize_cpu.py). Read at each call; tests
-make it tiny."""
+and all scratch of a call stays under 8 MB (measured: benchmarks/quantize_cpu.py). It is read at each call,
+so that tests can make it small; one block of 32 has to fit."""
 
 
 @dataclass(frozen=True, slots=True)

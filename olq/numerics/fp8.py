@@ -53,6 +53,7 @@ def quantize_(
         bad, (unit_scale, factor) = poisoned(amax), choose(amax)
         if bad is not None:
             unit_scale.masked_fill_(bad, math.nan)
+            factor.masked_fill_(bad, 0.0)
         scale[group[0].unit_index] = unit_scale
         for box in group:
             x = reader.read(box)
