@@ -138,7 +138,9 @@ class QuantMethod(ABC):
             raise _params_error(type(self), error) from error
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.params.model_dump().items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.params.model_dump().items())})"
+        )
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.params == getattr(other, "params", None)
@@ -158,7 +160,9 @@ class QuantMethod(ABC):
         """
 
     @abstractmethod
-    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+    def quantize_(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> bool:
         """Write the codes and scales of whole units.
 
         Args:
@@ -173,7 +177,9 @@ class QuantMethod(ABC):
         """
 
     @abstractmethod
-    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+    def dequantize_(
+        self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> None:
         """Decode whole units into `out`, [*lead, n, k] of `target`, float32, bfloat16 or float16."""
 
     @abstractmethod
@@ -220,7 +226,7 @@ class QuantMethod(ABC):
         target = torch.device("cpu") if target.type == "meta" else target
         parameter = self._make_parameter(geometry, dtype, target)
         if weight_loader is not None:
-            parameter.__dict__["weight_loader"] = weight_loader
+            vars(parameter)["weight_loader"] = weight_loader
         layer.register_parameter(name, parameter)
         layer.__dict__.setdefault("quant_method", self)
         if self.quantizes:
@@ -233,7 +239,9 @@ class QuantMethod(ABC):
     def _make_parameter(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         return nn.Parameter(torch.empty(geometry.shape, dtype=dtype, device="meta"), requires_grad=False)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str = "weight") -> Tensor:
+    def apply(
+        self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str = "weight"
+    ) -> Tensor:
         """`x @ W.T + bias` on the logical columns, weight-only: codes are decoded, activations stay as they are.
 
         Args:
@@ -256,7 +264,9 @@ class QuantMethod(ABC):
             w = x.new_empty(len(target.rows), len(target.columns))
             self.dequantize_(w, tensors, plan, target)
             start = plan.geometry.starts[target.part] + target.rows.start
-            outputs.append(functional.linear(x, w, None if bias is None else bias[start : start + len(target.rows)]))
+            outputs.append(
+                functional.linear(x, w, None if bias is None else bias[start : start + len(target.rows)])
+            )
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs, dim=-1) if outputs else x.new_empty(*x.shape[:-1], 0)
@@ -310,7 +320,10 @@ def format_tag(method: QuantMethod, geometry: Geometry, dtype: torch.dtype, **la
 
 
 def _check_geometry(geometry: Geometry, dtype: torch.dtype, where: str) -> None:
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or min((*geometry.shape, *geometry.parts), default=0) < 0:
+    if (
+        dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        or min((*geometry.shape, *geometry.parts), default=0) < 0
+    ):
         raise LayoutError(
             "A load-format weight has to be a plain float matrix.",
             where=where,

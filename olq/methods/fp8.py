@@ -74,7 +74,9 @@ class Fp8(QuantMethod):
             tag=format_tag(self, geometry, dtype),
         )
 
-    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+    def quantize_(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> bool:
         """See `QuantMethod.quantize_`."""
         scale = self._scale(tensors, plan, target)
         torch.ops.olq.quantize_fp8_(
@@ -88,7 +90,9 @@ class Fp8(QuantMethod):
         )
         return bool(scale.isfinite().all())
 
-    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+    def dequantize_(
+        self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> None:
         """See `QuantMethod.dequantize_`."""
         codes, scale = _codes(tensors, plan, target), self._scale(tensors, plan, target)
         torch.ops.olq.dequantize_fp8_(codes, scale, out, *plan.block)

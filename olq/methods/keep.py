@@ -21,11 +21,15 @@ class Keep(QuantMethod):
         """Nothing is planned: there is no kernel format."""
         raise self._no_kernel_format()
 
-    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+    def quantize_(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> bool:
         """Nothing is quantized."""
         raise self._no_kernel_format()
 
-    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+    def dequantize_(
+        self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> None:
         """Nothing is quantized."""
         raise self._no_kernel_format()
 
@@ -33,7 +37,9 @@ class Keep(QuantMethod):
         """Nothing is padded."""
         raise self._no_kernel_format()
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str = "weight") -> Tensor:
+    def apply(
+        self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str = "weight"
+    ) -> Tensor:
         """`x @ W.T + bias`."""
         return functional.linear(x, getattr(layer, name), bias)
 

@@ -48,7 +48,9 @@ def code_spec(lead: Sequence[int], rows: int, columns: int, padding: str) -> Ten
     return TensorSpec((*lead, rows, columns), torch.uint8, padding=padding)
 
 
-def pad_matrix_(tensor: Tensor, parts: Sequence[int], starts: Sequence[int], columns: int, value: float) -> None:
+def pad_matrix_(
+    tensor: Tensor, parts: Sequence[int], starts: Sequence[int], columns: int, value: float
+) -> None:
     """Write `value` to the rows of [*lead, R, C] that belong to no part and to the columns from `columns` on."""
     for rows in gaps(parts, starts, tensor.shape[-2]):
         tensor[..., rows, :] = value

@@ -24,13 +24,13 @@ class Mxfp8Params(MethodParams):
     """Parameters of `mxfp8`.
 
     Args:
-        rule: how a block's exponent follows from its largest value: `rceil` is the least without saturation.
+        rule: how a block's exponent follows from its largest value: `RCEIL` is the least without saturation.
         scale_layout: order of the scale bytes.
         nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
         source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
     """
 
-    rule: Literal["rceil", "floor", "ceil", "even"] = "rceil"
+    rule: Literal["RCEIL", "FLOOR", "CEIL", "EVEN"] = "RCEIL"
     scale_layout: block_scales.ScaleLayout = "linear"
     nonfinite: Literal["error", "saturate"] = "error"
     source_precision: Literal["parameter", "keep"] = "parameter"
@@ -55,12 +55,20 @@ class Mxfp8(QuantMethod):
             kernel_starts=starts,
             tensors={
                 "": code_spec(geometry.lead, rows, columns, padding="0x00"),
-                "_scale": block_scales.scale_spec(geometry.lead, rows, columns // BLOCK, self.params.scale_layout),
+                "_scale": block_scales.scale_spec(
+                    geometry.lead,
+                    geometry.rows,
+                    -(-geometry.columns // BLOCK),
+                    columns // BLOCK,
+                    self.params.scale_layout,
+                ),
             },
             tag=format_tag(self, geometry, dtype),
         )
 
-    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+    def quantize_(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> bool:
         """See `QuantMethod.quantize_`."""
         torch.ops.olq.quantize_mxfp8_(
             source,
@@ -72,11 +80,12 @@ class Mxfp8(QuantMethod):
             plan.dtype if self.params.source_precision == "parameter" else None,
             self.params.nonfinite == "saturate",
         )
-        layout, blocks = self.params.scale_layout, tensors[""].shape[-1] // BLOCK
-        scales = block_scales.read(tensors["_scale"], plan, target, blocks, layout)
+        scales = block_scales.read(tensors["_scale"], plan, target, self.params.scale_layout)
         return not bool((scales == _NAN_BYTE).any())
 
-    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+    def dequantize_(
+        self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> None:
         """See `QuantMethod.dequantize_`."""
         torch.ops.olq.dequantize_mxfp8_(
             _codes(tensors, plan, target),
@@ -89,7 +98,7 @@ class Mxfp8(QuantMethod):
     def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
         """Codes 0, scale bytes 0."""
         pad_matrix_(tensors[""], plan.geometry.parts, plan.kernel_starts, plan.geometry.columns, 0)
-        block_scales.pad_(tensors, plan, tensors[""].shape[-1] // BLOCK, self.params.scale_layout)
+        block_scales.pad_(tensors["_scale"], plan, self.params.scale_layout)
 
 
 def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:

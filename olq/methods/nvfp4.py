@@ -61,13 +61,21 @@ class Nvfp4(QuantMethod):
             kernel_starts=starts,
             tensors={
                 "": code_spec(geometry.lead, rows, columns // 2, padding="0x00"),
-                "_scale": block_scales.scale_spec(geometry.lead, rows, columns // BLOCK, self.params.scale_layout),
+                "_scale": block_scales.scale_spec(
+                    geometry.lead,
+                    geometry.rows,
+                    -(-geometry.columns // BLOCK),
+                    columns // BLOCK,
+                    self.params.scale_layout,
+                ),
                 "_scale_2": TensorSpec((*geometry.lead, len(geometry.parts)), torch.float32),
             },
             tag=format_tag(self, geometry, dtype),
         )
 
-    def quantize_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> bool:
+    def quantize_(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> bool:
         """See `QuantMethod.quantize_`. Two passes over the source: its largest value, then its codes."""
         through = plan.dtype if self.params.source_precision == "parameter" else None
         saturate = self.params.nonfinite == "saturate"
@@ -87,7 +95,9 @@ class Nvfp4(QuantMethod):
         )
         return True
 
-    def dequantize_(self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+    def dequantize_(
+        self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> None:
         """See `QuantMethod.dequantize_`."""
         torch.ops.olq.dequantize_nvfp4_(
             _codes(tensors, plan, target),
@@ -102,7 +112,7 @@ class Nvfp4(QuantMethod):
         """Codes 0, block scales 0. The high nibble after an odd last column is written with the codes."""
         codes = tensors[""]
         pad_matrix_(codes, plan.geometry.parts, plan.kernel_starts, -(-plan.geometry.columns // 2), 0)
-        block_scales.pad_(tensors, plan, codes.shape[-1] * 2 // BLOCK, self.params.scale_layout)
+        block_scales.pad_(tensors["_scale"], plan, self.params.scale_layout)
 
 
 def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:

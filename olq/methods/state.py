@@ -53,18 +53,19 @@ class LayerState:
                 need="a layer before its first weight or after its commit",
                 remedy="finish or abort the load first",
             )
-        twin = LayerState(self.device, self.label, live=self.live, generation=self.generation, reason=self.reason)
+        twin = LayerState(
+            self.device, self.label, live=self.live, generation=self.generation, reason=self.reason
+        )
         memo[id(self)] = twin
         twin.plans = dict(self.plans)
         twin.kernel = copy.deepcopy(self.kernel, memo)
         for name, parameter in self.load_parameters.items():
             clone = memo.get(id(parameter))
             if clone is None:
-                clone = parameter.__class__.__new__(parameter.__class__)
                 clone = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
                 clone.__class__ = parameter.__class__
             memo[id(parameter)] = clone
-            clone.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+            vars(clone).update(copy.deepcopy(vars(parameter), memo))
             twin.load_parameters[name] = cast("nn.Parameter", clone)
         twin.open = copy.deepcopy(self.open, memo)
         return twin

@@ -1,0 +1,29 @@
+"""olq: quantize LLM weights to FP8, MXFP8 or NVFP4 while they are loaded, and reload them in place."""
+
+from olq import alloc as alloc
+from olq import errors as errors
+from olq import ops as ops
+from olq.config import QuantConfig as QuantConfig
+from olq.config import Rule as Rule
+from olq.methods.base import MethodParams as MethodParams
+from olq.methods.base import QuantMethod as QuantMethod
+from olq.registry import get_method as get_method
+from olq.registry import method_names as method_names
+from olq.registry import register_method as register_method
+from olq.reload.api import dequantize as dequantize
+from olq.reload.api import finalize_layerwise_processing as finalize_layerwise_processing
+from olq.reload.api import initialize_layerwise_reload as initialize_layerwise_reload
+from olq.reload.api import initialize_online_processing as initialize_online_processing
+from olq.reload.api import load as load
+from olq.reload.api import reload as reload
+from olq.reload.api import session as session
+from olq.reload.counter import CopyCounter as CopyCounter
+from olq.reload.names import materialize as materialize
+from olq.reload.prepare import meta_parameters as meta_parameters
+from olq.reload.prepare import prepare as prepare
+from olq.reload.session import Session as Session
+from olq.report import Report as Report
+from olq.rules import Decision as Decision
+from olq.rules import Resolver as Resolver
+
+__version__ = "0.1.0"

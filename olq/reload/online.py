@@ -1,0 +1,381 @@
+"""One layer between load format and kernel format.
+
+Open    load-format parameters stand in the module, their loaders are wrapped, nothing may be called.
+Live    kernel tensors stand in the module.
+
+`open_layer` and `install` are the two ways across; a first load and a reload take the same ones. What differs is
+whether the kernel tensors exist already.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from olq.errors import LayoutError, LoaderError, StateError
+from olq.methods.state import LayerState, find_state
+from olq.reload.counter import CopyCounter, active_counter
+from olq.reload.ledger import Ledger
+from olq.reload.move import guard_moves
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.region import whole
+from olq.reload.stage import Meter
+
+if TYPE_CHECKING:
+    from olq.methods.base import QuantMethod
+
+#: Buffer of a live layer that says, as JSON in UTF-8, what its kernel tensors mean.
+FORMAT_SUFFIX = "_format"
+
+
+class LayerLoad:
+    """The running load of one layer.
+
+    Args:
+        layer: has a `LayerState`.
+        meter: counts staged bytes.
+        measure: whether quantization errors are kept.
+    """
+
+    def __init__(self, layer: nn.Module, *, meter: Meter | None = None, measure: bool = False) -> None:
+        state = cast("LayerState", find_state(layer))
+        self.meter = meter or Meter()
+        self.measure = measure
+        method = cast("QuantMethod", layer.quant_method)
+        self.weights = {
+            name: QuantizedWeight(
+                _join(state.label, name),
+                state.load_parameters[name],
+                method,
+                plan,
+                device=state.device,
+                tensors={s: state.kernel[name + s] for s in plan.tensors} if state.kernel else None,
+                meter=self.meter,
+                measure=measure,
+            )
+            for name, plan in state.plans.items()
+        }
+        self.plains: dict[str, PlainParameter] = {}
+        #: Kernel tensors that arrived as such, with a saved model.
+        self.restored: set[str] = set()
+        #: Parameters that were registered after the load began: their loader may have run unseen.
+        self.late: list[Progress] = []
+        self.ledger = Ledger(self.weights.values())
+        self.scan(layer, state)
+        self.late.clear()
+
+    @property
+    def started(self) -> bool:
+        """Whether anything has arrived."""
+        return bool(self.restored) or any(one.arrivals for one in self.progress())
+
+    def progress(self) -> Iterator[Progress]:
+        """All parameters of the layer."""
+        yield from self.weights.values()
+        yield from self.plains.values()
+
+    def scan(self, layer: nn.Module, state: LayerState) -> None:
+        """Take in parameters that were registered after the load began, such as a bias after `create_weights`."""
+        for name, parameter in layer._parameters.items():
+            if parameter is None or name in self.weights or name in self.plains:
+                continue
+            if any(parameter is tensor for tensor in state.kernel.values()):
+                continue
+            if parameter.device.type != "meta":
+                self.plains[name] = PlainParameter(_join(state.label, name), parameter)
+                self.ledger.add(self.plains[name])
+                self.late.append(self.plains[name])
+                wrap_loader(layer, name, parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied layer opens its own load."""
+        return
+
+    def __reduce__(self) -> Any:
+        """A pickled layer opens its own load."""
+        return (type(None), ())
+
+
+class WrappedLoader:
+    """A weight loader whose copies are seen.
+
+    Args:
+        layer: whose parameter it loads.
+        name: the parameter.
+        loader: the engine's own loader, or None for a plain copy.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, loader: Callable[..., Any] | None) -> None:
+        self.layer, self.name, self.loader = layer, name, loader
+
+    def __call__(self, parameter: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the loader. When the outermost loader returns, what it wrote has been consumed.
+
+        Raises:
+            StateError: no load is open, so that checkpoint data would land in kernel tensors.
+        """
+        state = cast("LayerState", find_state(self.layer))
+        load = self._load(state)
+        load.scan(self.layer, state)
+        counter = active_counter()
+        if counter is None:
+            counter = CopyCounter(load.ledger, state.device)
+        else:
+            for progress in load.progress():
+                counter.ledger.add(progress)
+        with counter.scope(_call_name(state.label, self.name, args, kwargs)):
+            return self._run(parameter, *args, **kwargs)
+
+    def _load(self, state: LayerState) -> LayerLoad:
+        if state.open is None and not state.live and not state.kernel:
+            open_layer(self.layer)  # a copy of a layer that was open
+        if state.open is None:
+            raise StateError(
+                "A weight loader was called while no load is open.",
+                where=_join(state.label, self.name),
+                found="a live layer in kernel format" if state.live else "a layer whose load was aborted",
+                need="an open load, which puts the load-format parameter back",
+                remedy="load through olq.load, olq.reload or olq.session, or call initialize_layerwise_reload(model) first",
+            )
+        return state.open
+
+    def _run(self, parameter: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.loader is not None:
+            return self.loader(parameter, *args, **kwargs)
+        (source,) = args
+        return parameter.copy_(
+            source.reshape(parameter.shape) if source.numel() == parameter.numel() == 1 else source
+        )
+
+
+def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = False) -> LayerLoad:
+    """Put a layer into load format, ready to take weights. An open layer stays as it is.
+
+    Args:
+        layer: has a `LayerState`.
+        meter: counts staged bytes.
+        measure: whether to keep quantization errors.
+    """
+    state = cast("LayerState", find_state(layer))
+    if state.open is not None:
+        return state.open
+    if state.live:
+        names = [name + suffix for name, plan in state.plans.items() for suffix in plan.tensors]
+        state.kernel = {name: cast("Tensor", layer._parameters[name]) for name in names}
+        for name in state.plans:
+            layer._buffers.pop(name + FORMAT_SUFFIX, None)
+            layer._non_persistent_buffers_set.discard(name + FORMAT_SUFFIX)
+        _replace(layer._parameters, names, dict(state.load_parameters))
+    state.live = False
+    for name, parameter in state.load_parameters.items():
+        wrap_loader(layer, name, parameter)
+        parameter.__class__ = _guarded(type(parameter))
+    state.open = LayerLoad(layer, meter=meter, measure=measure)
+    guard_moves(layer)
+    return state.open
+
+
+def load_of(layer: nn.Module) -> LayerLoad:
+    """The running load of an open layer."""
+    return cast("LayerState", find_state(layer)).open
+
+
+def check_parameters(layer: nn.Module) -> None:
+    """Raise if somebody replaced a load-format parameter while the layer was open."""
+    state = cast("LayerState", find_state(layer))
+    for name, parameter in state.load_parameters.items():
+        if layer._parameters.get(name) is not parameter:
+            raise LoaderError(
+                "A load-format parameter was replaced while its load was open.",
+                where=_join(state.label, name),
+                found="another object in its place, which no loader of this load writes to",
+                need="the parameter that create_weights or prepare registered",
+                remedy="don't re-create parameters (to_empty, nn.Parameter(...)) between begin and commit: olq makes their memory",
+            )
+
+
+def install(layer: nn.Module) -> None:
+    """Put the finished kernel tensors into the module: the layer is live, one generation on."""
+    state = cast("LayerState", find_state(layer))
+    load: LayerLoad = state.open
+    tensors: dict[str, nn.Parameter] = {}
+    for name, weight in load.weights.items():
+        weight.prepare_tensors()  # a weight without elements has padding only
+        for suffix, tensor in weight.tensors.items():
+            old = state.kernel.get(name + suffix)
+            if not isinstance(old, nn.Parameter):
+                old = nn.Parameter(tensor, requires_grad=False)
+            tensors[name + suffix] = old
+        tag = torch.frombuffer(bytearray(weight.plan.tag.encode()), dtype=torch.uint8).to(state.device)
+        layer.register_buffer(name + FORMAT_SUFFIX, tag)
+    for name, parameter in state.load_parameters.items():
+        parameter.__class__ = _unguarded(type(parameter))
+        unwrap = parameter.__dict__.get("weight_loader")
+        if isinstance(unwrap, WrappedLoader) and unwrap.loader is None:
+            del vars(parameter)["weight_loader"]
+    _replace(layer._parameters, list(state.load_parameters), tensors)
+    state.kernel, state.open = {}, None
+    state.live, state.generation = True, state.generation + 1
+
+
+def give_tensor(state: LayerState, weight_name: str, suffix: str, tensor: Tensor, label: str) -> None:
+    """Let a kernel's own tensor become the layer's kernel tensor: it gets the bytes.
+
+    Raises:
+        LayoutError: its shape, strides or dtype differ.
+    """
+    weight = state.open.weights[weight_name]
+    mine = weight.tensors[suffix]
+    facts = [(t.dtype, list(t.shape), list(t.stride())) for t in (tensor, mine)]
+    if facts[0] != facts[1]:
+        raise LayoutError(
+            "A given tensor can't hold this kernel tensor.",
+            where=label,
+            found="{}, shape {}, strides {}".format(*facts[0]),
+            need="{}, shape {}, strides {}".format(*facts[1]),
+            remedy="allocate it from the method's plan: plan.tensors[suffix]",
+        )
+    if tensor.data_ptr() != mine.data_ptr() or tensor.device != mine.device:
+        with torch.no_grad():
+            tensor.detach().copy_(mine)
+        weight.replace_tensor(suffix, tensor.detach())
+        state.kernel.pop(weight_name + suffix, None)
+
+
+def abort(layer: nn.Module) -> None:
+    """Drop what has arrived. The layer is not callable until a load of all of it commits."""
+    state = cast("LayerState", find_state(layer))
+    if state.open is not None:
+        for weight in state.open.weights.values():
+            weight.discard()
+    state.open = None
+
+
+def restore(load: LayerLoad, name: str, tensor: Tensor, label: str) -> None:
+    """Take a kernel tensor, or the tag, of a saved model.
+
+    Args:
+        load: the layer's load.
+        name: name of the kernel tensor, or of the tag.
+        tensor: its bytes.
+        label: full name, for messages.
+
+    Raises:
+        LayoutError: shape, dtype or meaning differ from what this layer stores.
+    """
+    for weight_name, weight in load.weights.items():
+        if name == weight_name + FORMAT_SUFFIX:
+            found = bytes(tensor.to("cpu", torch.uint8).flatten().tolist()).decode(errors="replace")
+            if found != weight.plan.tag:
+                raise _restore_error(label, found, weight.plan.tag)
+            load.restored.add(name)
+            return
+        for suffix, spec in weight.plan.tensors.items():
+            if name == weight_name + suffix:
+                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                    raise _restore_error(
+                        label, f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
+                    )
+                weight.prepare_tensors()
+                weight.tensors[suffix].copy_(tensor)
+                load.restored.add(name)
+                return
+
+
+def finish_restored(load: LayerLoad, label: str) -> str | None:
+    """Mark weights whose kernel tensors all arrived as complete.
+
+    Returns:
+        What is missing, in words, or None.
+    """
+    if not load.restored:
+        return None
+    for name, weight in load.weights.items():
+        names = [name + suffix for suffix in (*weight.plan.tensors, FORMAT_SUFFIX)]
+        there = [n for n in names if n in load.restored]
+        if there and len(there) < len(names):
+            missing = ", ".join(_join(label, n) for n in names if n not in load.restored)
+            return f"{missing} (the other tensors of this saved weight are there)"
+        if there:
+            weight.check_new(whole(weight.parameter.shape), "a saved quantized weight")
+            weight.coverage.add(whole(weight.parameter.shape), "saved")
+    return None
+
+
+def wrap_loader(layer: nn.Module, name: str, parameter: Tensor) -> None:
+    """Make a parameter's loader show what it writes."""
+    loader = getattr(parameter, "weight_loader", None)
+    if not isinstance(loader, WrappedLoader):
+        vars(parameter)["weight_loader"] = WrappedLoader(layer, name, loader)
+
+
+def _replace(parameters: dict[str, Any], old: list[str], new: dict[str, Any]) -> None:
+    """Put `new` where the first of `old` stands: the order of parameters is part of a model's face."""
+    items = list(parameters.items())
+    at = next((i for i, (name, _) in enumerate(items) if name in old), len(items))
+    before = [(name, p) for name, p in items[:at] if name not in old]
+    after = [(name, p) for name, p in items[at:] if name not in old]
+    parameters.clear()
+    parameters.update([*before, *new.items(), *after])
+
+
+@lru_cache(maxsize=64)
+def _guarded(kind: type) -> type:
+    """A subclass whose `data` shows the counter what is assigned to it: that emits no operator."""
+    if getattr(kind, "_olq_plain", None) is not None:
+        return kind
+
+    def get(self: Tensor) -> Tensor:
+        return kind.data.__get__(self)  # type: ignore[attr-defined]
+
+    def put(self: Tensor, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise LayoutError(
+                "Weights of another shape were assigned to a parameter's data.",
+                where="parameter.data = ...",
+                found=f"shape {list(value.shape)}",
+                need=f"shape {list(self.shape)}",
+                remedy="assign a tensor of the load-format shape",
+            )
+        if active_counter() is None:
+            raise LoaderError(
+                "Weights were assigned to a parameter's data outside a loader.",
+                where="parameter.data = ...",
+                found="no open scope of a CopyCounter in this thread",
+                need="a write inside the parameter's weight_loader, or inside olq.load or session.load",
+                remedy="call parameter.weight_loader(parameter, tensor)",
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    return type(
+        kind.__name__,
+        (kind,),
+        {"data": property(get, put), "_olq_plain": kind, "__module__": kind.__module__},
+    )
+
+
+def _unguarded(kind: type) -> type:
+    return getattr(kind, "_olq_plain", kind)
+
+
+def _call_name(label: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    extra = [repr(a) for a in args[1:] if not isinstance(a, Tensor)]
+    extra += [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
+    return _join(label, name) + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _restore_error(label: str, found: str, need: str) -> LayoutError:
+    return LayoutError(
+        "A saved quantized tensor does not fit this layer.",
+        where=label,
+        found=found,
+        need=need,
+        remedy="prepare the model with the configuration that it was saved with, or load the full-precision checkpoint",
+    )
+
+
+def _join(label: str, name: str) -> str:
+    return f"{label}.{name}" if label else name

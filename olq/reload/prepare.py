@@ -1,0 +1,165 @@
+"""prepare: turn the linear layers of any module into quantized ones, by configuration and with reasons."""
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from olq.config import QuantConfig
+from olq.errors import ConfigError
+from olq.methods.state import find_state
+from olq.registry import get_method
+from olq.reload import online
+from olq.reload.linear import QuantLinear, attach_load_state_dict, take_over
+from olq.reload.names import TIES, materialize
+from olq.reload.region import whole
+from olq.reload.reporting import KEPT
+from olq.rules import Resolver
+
+if TYPE_CHECKING:
+    from olq.methods.base import QuantMethod
+
+_log = logging.getLogger("olq")
+
+
+def prepare(
+    model: nn.Module, config: QuantConfig | None = None, *, device: torch.device | str | None = None
+) -> nn.Module:
+    """Get a model ready to be quantized while it loads, or quantize one that has weights.
+
+    Every plain `nn.Linear` is decided by the configuration. Weights on the meta device become load-format
+    parameters that `olq.load`, `load_state_dict` or a session fill; weights with values are quantized now, layer by
+    layer, and freed. What stays in high precision gets memory if it has none.
+
+    Args:
+        model: any module; changed in place.
+        config: None is `QuantConfig()`: fp8 for each output channel.
+        device: where kernel tensors will live; None is each weight's own device, CPU for those on meta.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: a pattern fits nothing, or a decision can't be carried out.
+        UnknownNameError: no such method.
+        LayoutError: a method can't store one of its layers.
+        NonFiniteError: a weight that is quantized now holds inf or NaN.
+    """
+    resolver = Resolver(config or QuantConfig())
+    linears, others = _candidates(model)
+    resolver.see(
+        name for name, _ in model.named_modules() if name and name not in linears and name not in others
+    )
+    chosen: dict[str, tuple[nn.Linear, QuantMethod, str]] = {}
+    kept = dict(model.__dict__.get(KEPT, {}))
+    for name, layer in linears.items():
+        decision = resolver.decide(name)
+        method = get_method(decision.method or "keep", **decision.params)
+        if method.quantizes:
+            chosen[name] = layer, method, decision.reason
+        else:
+            kept[name] = decision.reason
+    for name, reason in others.items():
+        decision = resolver.decide(name)
+        kept[name] = decision.reason if decision.method in (None, "keep") else reason
+    resolver.finish()
+    names = _parameter_names(model)
+    ties: dict[str, str] = dict(model.__dict__.get(TIES, {}))
+    for name, (layer, method, reason) in chosen.items():
+        weight = layer.weight
+        primary = names[id(weight)][0]
+        if len(names[id(weight)]) > 1 and primary != f"{name}.weight":
+            ties[f"{name}.weight"] = primary
+            _log.info("%s.weight was tied to %s; it is stored by %s of its own", name, primary, method.name)
+        target = torch.device(device) if device is not None else weight.device
+        target = torch.device("cpu") if target.type == "meta" else target
+        take_over(layer, method, device=target, label=name)
+        state = find_state(layer)
+        if state is not None:
+            state.reason = reason
+        if weight.device.type != "meta":
+            _quantize_now(layer, weight)
+        del weight
+    model.__dict__[KEPT], model.__dict__[TIES] = kept, ties
+    materialize(model, device if device is not None else "cpu")
+    attach_load_state_dict(model)
+    return model
+
+
+def _candidates(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Plain linear layers by name; and layers that look like ones and can't be taken over, with the reason."""
+    linears: dict[str, nn.Linear] = {}
+    others: dict[str, str] = {}
+    attention_outputs = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear) or not isinstance(module, nn.Linear):
+            continue
+        if not name:
+            raise ConfigError(
+                "A layer without a parent has no name that a rule could match.",
+                where="prepare",
+                found=f"a bare {type(module).__name__}",
+                need="a module that contains the layers",
+                remedy="wrap it: nn.Sequential(layer)",
+            )
+        if id(module) in attention_outputs:
+            others[name] = "nn.MultiheadAttention reads this weight directly"
+        elif type(module) is not nn.Linear:
+            others[name] = f"{type(module).__name__} is a subclass of nn.Linear with behaviour of its own"
+        elif module._parameters.get("weight") is None:
+            others[name] = "its weight is computed by a hook"
+        else:
+            linears[name] = module
+    return linears, others
+
+
+def _parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter object, those of high-precision owners first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _quantize_now(layer: nn.Module, weight: Tensor) -> None:
+    """Quantize a weight that is there, and go live."""
+    load = online.open_layer(layer)
+    progress = load.weights["weight"]
+    progress.arrive(whole(weight.shape), weight.detach(), progress.label)
+    online.install(layer)
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Construct modules with their parameters on the meta device and their buffers real.
+
+    Under `torch.device("meta")` buffers are lost too, though some (rotary frequencies, masks) are computed in a
+    constructor and stand in no checkpoint. Here a parameter moves to meta when it is registered, so that at most one
+    is in memory, and its initialisation costs nothing.
+    """
+    original = nn.Module.register_parameter
+    moved: dict[
+        int, tuple[weakref.ref[Any], nn.Parameter]
+    ] = {}  # a parameter of two modules stays one parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(module, name, param)
+        if param is None or param.device.type == "meta":
+            return
+        known = moved.get(id(param))
+        if known is None or known[0]() is not param:
+            twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            twin.__class__ = type(param)
+            vars(twin).update(vars(param))
+            known = moved[id(param)] = weakref.ref(param), twin
+        module._parameters[name] = known[1]
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

@@ -1,0 +1,79 @@
+"""From the accounts of a finished load to its report."""
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import nn
+
+from olq.methods.state import LayerState, find_state
+from olq.reload.names import Names
+from olq.reload.progress import PlainParameter, QuantizedWeight
+from olq.report import KeptReport, Report, WeightReport
+
+#: Attribute of a prepared model: layer names to the reason why they stay in high precision.
+KEPT = "quant_kept"
+
+
+def build_report(
+    model: nn.Module,
+    names: Names,
+    *,
+    aliases: Mapping[str, str],
+    surplus: Mapping[str, str],
+    staged_peak: int,
+    seconds: float,
+) -> Report:
+    """The report of a load that is about to be committed."""
+    kept_reasons: Mapping[str, str] = model.__dict__.get(KEPT, {})
+    weights, kept, untouched = [], [], []
+    states = {name: cast("LayerState", find_state(layer)) for name, layer in names.layers.items()}
+    for progress in names.progress:
+        layer_name = progress.label.rpartition(".")[0]
+        if isinstance(progress, QuantizedWeight):
+            weights.append(_weight(progress, states[layer_name]))
+            continue
+        if not progress.coverage.complete:
+            untouched.append(progress.label)
+        parameter = progress.parameter
+        if isinstance(progress, PlainParameter) and isinstance(parameter, nn.Parameter):
+            reason = kept_reasons.get(layer_name, "not a quantizable weight")
+            kept.append(
+                KeptReport(
+                    progress.label,
+                    tuple(parameter.shape),
+                    str(parameter.dtype).removeprefix("torch."),
+                    parameter.numel() * parameter.element_size(),
+                    reason,
+                )
+            )
+    return Report(
+        weights=weights,
+        kept=kept,
+        aliases={**names.aliases, **aliases},
+        surplus=dict(surplus),
+        untouched=untouched,
+        staged_peak_bytes=staged_peak,
+        seconds=seconds,
+        generation=model.__dict__.get("quant_generation", 0) + 1,
+    )
+
+
+def _weight(weight: QuantizedWeight, state: LayerState) -> WeightReport:
+    plan, error = weight.plan, weight.error
+    params = weight.method.params.model_dump(exclude_defaults=True)
+    text = ", ".join(f"{key}={value}" for key, value in params.items())
+    measured = error is not None and bool(error.signal or error.noise)
+    return WeightReport(
+        name=weight.label,
+        method=weight.method.name + (f" ({text})" if text else ""),
+        reason=state.reason or "the layer's own method",
+        shape=plan.geometry.shape,
+        kernel_bytes=plan.kernel_bytes,
+        source_bytes=weight.parameter.numel() * plan.dtype.itemsize,
+        arrivals=weight.arrivals,
+        direct=weight.direct_elements,
+        generation=state.generation + 1,
+        sqnr_db=error.sqnr_db if error is not None and measured else None,
+        worst_db=error.worst_db if error is not None and measured else None,
+        worst_block=error.worst_block if error is not None and measured else None,
+    )

@@ -1,0 +1,328 @@
+"""One load of a model, from begin to commit or abort: names, accounting, and the report.
+
+    new -> open -> committed
+              \\--> aborted
+
+A first load and a reload are the same; on a reload the kernel tensors exist and are written in place.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from olq import patterns
+from olq.errors import CoverageError, SourceError, StateError, UnknownNameError
+from olq.reload import online
+from olq.reload.counter import CopyCounter, active_counter
+from olq.reload.ledger import Ledger
+from olq.reload.names import Names, collect, near
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.region import whole
+from olq.reload.reporting import build_report
+from olq.reload.sources import Source, Weights, open_source
+from olq.reload.stage import Meter
+from olq.report import Report
+
+#: Called after each tensor with (bytes so far, bytes in all if known, name).
+ProgressCallback = Callable[[int, int | None, str], object]
+
+
+class Session:
+    """A load or reload of a whole model. Use it as a context manager: leaving it commits, an error aborts.
+
+    Args:
+        model: has layers with quantized weights, from `prepare` or from `create_weights`.
+        measure_error: keep SQNR and worst block of each weight, taken while its source is at hand. Costs a decode.
+        allow_surplus: patterns of names that may arrive though nothing takes them.
+        progress: called after each tensor.
+
+    `feed` may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        measure_error: bool = False,
+        allow_surplus: Sequence[str] = (),
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self.model = model
+        self._measure, self._progress = measure_error, progress
+        self._allowed = [patterns.parse(text, where="allow_surplus") for text in allow_surplus]
+        self._meter = Meter()
+        self._state = "new"
+        self._done_bytes = 0
+        self._surplus: dict[str, str] = {}
+        self._aliases: dict[str, str] = {}
+
+    def begin(self) -> Self:
+        """Open all layers. From here to the commit a forward raises.
+
+        Raises:
+            StateError: the session has begun before, or a load of this model is open.
+        """
+        self._need("new", "begin")
+        self._started_at = time.perf_counter()
+        self.names: Names = collect(self.model, self._meter, self._measure)
+        self._ledger = Ledger(self.names.progress)
+        self._state = "open"
+        return self
+
+    def __enter__(self) -> Self:
+        return self.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state != "open":
+            return
+        if error is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            if self._state == "open":
+                self.abort()
+            raise
+
+    def feed(self, name: str, tensor: Tensor, *loader_args: Any) -> None:
+        """Load one tensor. When it returns, the source has been consumed and may be reused.
+
+        Args:
+            name: a parameter's name, or that of a kernel tensor of a saved model.
+            tensor: full precision, of the parameter's shape; or what the parameter's `weight_loader` takes.
+            loader_args: passed to the `weight_loader`: a shard id, for example.
+
+        Raises:
+            UnknownNameError: nothing takes this name.
+            SourceError: wrong shape or dtype.
+            CoverageError: it has arrived already.
+            NonFiniteError: it holds inf or NaN and its method refuses that.
+            StateError: the session is not open.
+        """
+        self._need("open", "feed")
+        if (saved := self.names.saved.get(name)) is not None and (
+            name not in self.names.routes or _packed(tensor)
+        ):
+            online.restore(online.load_of(saved), name.rpartition(".")[2], tensor, name)
+        elif (progress := self.names.routes.get(name)) is None:
+            self._take_surplus(name)
+        elif (primary := self.names.aliases.get(name)) is not None and progress.coverage.count:
+            self._compare_alias(name, primary, progress, tensor)
+        else:
+            self._feed(name, progress, tensor, loader_args)
+        self._done_bytes += tensor.numel() * tensor.element_size()
+
+    def load(self, weights: Weights) -> None:
+        """Load from a folder, a file, a mapping or an iterator.
+
+        A model with a `load_weights(iterator)` of its own loads through it; otherwise names are parameter names.
+        Where all names are known beforehand they are checked before anything is written.
+
+        Raises:
+            SourceError: the source can't be read.
+            UnknownNameError: it holds names that nothing takes (all are listed, with those that are missing).
+            CoverageError: parameters without a name in the source.
+        """
+        self._need("open", "load")
+        source = open_source(weights)
+        own_loader = getattr(self.model, "load_weights", None)
+        if own_loader is None or self._is_saved(source):
+            if source.names is not None:
+                self._check_names(source)
+            for name, tensor in source.items:
+                self.feed(name, tensor)
+                del tensor
+                self._report_progress(source, name)
+            return
+        counter = self.counter()
+        with counter.scope(source.where):
+            own_loader(self._named(source, counter))
+
+    def commit(self) -> Report:
+        """Check that everything is there, put the kernel tensors in place, and go live.
+
+        Raises:
+            CoverageError: something is missing; it is named. The session stays open: feed the rest, or abort.
+            StateError: the session is not open.
+        """
+        self._need("open", "commit")
+        for layer in self.names.layers.values():
+            online.check_parameters(layer)
+        self._take_moved()
+        missing = [
+            text
+            for name, layer in self.names.layers.items()
+            if (text := online.finish_restored(online.load_of(layer), name))
+        ]
+        missing += [text for one in self.names.required if (text := one.missing())]
+        if missing:
+            raise missing_error(missing, self.names.progress, self._surplus)
+        report = build_report(
+            self.model,
+            self.names,
+            aliases=self._aliases,
+            surplus=self._surplus,
+            staged_peak=self._meter.peak,
+            seconds=time.perf_counter() - self._started_at,
+        )
+        for layer in self.names.layers.values():
+            online.install(layer)
+        self.model.__dict__["quant_generation"] = report.generation
+        self._state = "committed"
+        return report
+
+    def counter(self) -> CopyCounter:
+        """A counter for writes onto this model, for one thread."""
+        return CopyCounter(self._ledger)
+
+    def abort(self) -> None:
+        """Give up. Quantized layers can't be called until a load of all of them commits."""
+        self._need("open", "abort")
+        for layer in self.names.layers.values():
+            online.abort(layer)
+        self._state = "aborted"
+
+    def _feed(self, name: str, progress: Progress, tensor: Tensor, loader_args: tuple[Any, ...]) -> None:
+        loader = getattr(progress.parameter, "weight_loader", None)
+        if isinstance(loader, online.WrappedLoader) and loader.loader is None:
+            loader = None
+        if loader is not None:
+            counter = active_counter() or self.counter()
+            with counter.scope(name):
+                loader(progress.parameter, tensor, *loader_args)
+            return
+        if tensor.shape != progress.parameter.shape and not tensor.numel() == progress.parameter.numel() == 1:
+            raise SourceError(
+                "A tensor does not have its parameter's shape.",
+                where=f"{progress.label}, from {name!r}",
+                found=f"shape {list(tensor.shape)}, {tensor.dtype}",
+                need=f"shape {list(progress.parameter.shape)}",
+                remedy="check that checkpoint and model agree; slice fused or sharded tensors before feeding them",
+            )
+        tensor = tensor.reshape(progress.parameter.shape)
+        box = whole(progress.parameter.shape)
+        if isinstance(progress, QuantizedWeight):
+            progress.arrive(box, tensor, name)
+        elif isinstance(progress, PlainParameter):
+            progress.copy(box, tensor, name)
+
+    def _compare_alias(self, name: str, primary: str, progress: Progress, tensor: Tensor) -> None:
+        """A tied parameter under its second name: equal bytes say nothing new, others are a contradiction."""
+        if not progress.holds(tensor):
+            raise CoverageError(
+                "A tied parameter arrived under two names with different values.",
+                where=f"{name} (tied to {primary})",
+                found="values that differ from those that arrived first",
+                need="equal values, or a model whose parameters are not tied",
+                remedy="untie the parameters before prepare(), or drop one of the names from the source",
+            )
+        self._aliases[name] = primary
+
+    def _take_surplus(self, name: str) -> None:
+        if not any(pattern.match(name) is not None for pattern in self._allowed):
+            raise unknown_error([name], self.names.routes, where="feed")
+        self._surplus[name] = "allowed by allow_surplus"
+
+    def _check_names(self, source: Source) -> None:
+        names = source.names or ()
+        unknown = [
+            n
+            for n in names
+            if n not in self.names.routes
+            and n not in self.names.saved
+            and not any(pattern.match(n) is not None for pattern in self._allowed)
+        ]
+        if unknown:
+            raise unknown_error(unknown, self.names.routes, where=source.where)
+        given = set(names)
+        missing = [
+            one.label
+            for one in self.names.required
+            if not one.coverage.count and not given.intersection(self.names.names_of(one))
+        ]
+        if missing:
+            raise missing_error(
+                [f"{label} (not in {source.where})" for label in missing], self.names.progress, {}
+            )
+
+    def _is_saved(self, source: Source) -> bool:
+        """Whether a source is the saved state of a quantized model."""
+        return any(name in self.names.saved and name not in self.names.routes for name in source.names or ())
+
+    def _named(self, source: Source, counter: CopyCounter) -> Iterator[tuple[str, Tensor]]:
+        """The source's items; what a loader writes before it asks for the next one belongs to the last name."""
+        previous: str | None = None
+        for name, tensor in source.items:
+            self._close_name(source, counter, previous, name)
+            previous = name
+            count = tensor.numel() * tensor.element_size()
+            yield name, tensor
+            del tensor
+            self._done_bytes += count
+        self._close_name(source, counter, previous, source.where)
+
+    def _close_name(self, source: Source, counter: CopyCounter, previous: str | None, following: str) -> None:
+        if previous is not None and not counter.seen:
+            self._surplus[previous] = "the model's load_weights wrote nothing for it"
+        counter.flush(following)
+        counter.seen = 0
+        if previous is not None:
+            self._report_progress(source, previous)
+
+    def _report_progress(self, source: Source, name: str) -> None:
+        if self._progress is not None:
+            self._progress(self._done_bytes, source.total_bytes, name)
+
+    def _take_moved(self) -> None:
+        """Parameters with memory of their own that somebody gave other memory: copy back, keep the address."""
+        for progress in self.names.progress:
+            if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
+                progress.take_back(self._ledger.alias(progress))
+
+    def _need(self, state: str, call: str) -> None:
+        if self._state != state:
+            raise StateError(
+                f"{call}() is not legal now.",
+                where=f"the session of a {type(self.model).__name__}",
+                found=f"a session that is {self._state}",
+                need=f"a session that is {state}",
+                remedy="with olq.session(model) as s: s.feed(...); a session is used once",
+            )
+
+
+def missing_error(
+    missing: Iterable[str], progress: Iterable[Progress], surplus: Mapping[str, str]
+) -> CoverageError:
+    """What to raise when parameters are not complete."""
+    missing = list(missing)
+    arrived = sum(one.coverage.complete for one in progress)
+    hint = f"; wrote nothing: {', '.join(list(surplus)[:5])}" if surplus else ""
+    return CoverageError(
+        f"{len(missing)} parameters did not arrive completely.",
+        where=", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else ""),
+        found=f"{arrived} parameters complete{hint}",
+        need="every element of every parameter",
+        remedy="feed what is missing; a loader that copies in threads of its own is not seen",
+    )
+
+
+def unknown_error(names: Sequence[str], routes: Mapping[str, Any], where: str) -> UnknownNameError:
+    """What to raise for names that nothing takes."""
+    shown = ", ".join(repr(name) + near(name, routes) for name in names[:10])
+    return UnknownNameError(
+        f"{len(names)} names belong to no parameter of this model.",
+        where=where,
+        found=shown + (f" and {len(names) - 10} more" if len(names) > 10 else ""),
+        need=f"names of the {len(routes)} parameters of the model",
+        remedy="rename them before feeding, or list them under allow_surplus",
+    )
+
+
+def _packed(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point()

@@ -1,0 +1,150 @@
+"""What a load did, as data first and as a table on request."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """One quantized weight.
+
+    Args:
+        name: full name of the load-format parameter.
+        method: how it is stored, with its parameters in words.
+        reason: what decided that.
+        shape: logical shape.
+        kernel_bytes: bytes of its kernel tensors, padding included.
+        source_bytes: bytes of the full-precision weight that it replaces.
+        arrivals: copies that brought it.
+        direct: elements quantized straight from a source; the others were staged first.
+        generation: number of commits so far.
+        sqnr_db: signal to quantization noise in decibels, if measured.
+        worst_db: the same of the worst block, and `worst_block`, its first row and column.
+    """
+
+    name: str
+    method: str
+    reason: str
+    shape: tuple[int, ...]
+    kernel_bytes: int
+    source_bytes: int
+    arrivals: int
+    direct: int
+    generation: int
+    sqnr_db: float | None = None
+    worst_db: float | None = None
+    worst_block: tuple[int, int] | None = None
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of kernel tensors for each logical element."""
+        return 8 * self.kernel_bytes / max(math.prod(self.shape), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReport:
+    """One parameter in high precision, with the reason."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a load did or left alone.
+
+    Args:
+        weights: quantized weights.
+        kept: parameters in high precision, each with its reason.
+        aliases: names that arrived for a parameter that has another name (tied weights).
+        surplus: names that arrived and were taken by nobody, each with the reason why that was allowed.
+        untouched: parameters and buffers that nothing arrived for and that may do without.
+        staged_peak_bytes: the most full-precision bytes that waited at one time.
+        seconds: time from begin to commit.
+        generation: number of commits of the model so far.
+    """
+
+    weights: Sequence[WeightReport] = ()
+    kept: Sequence[KeptReport] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    surplus: Mapping[str, str] = field(default_factory=dict)
+    untouched: Sequence[str] = ()
+    staged_peak_bytes: int = 0
+    seconds: float = 0.0
+    generation: int = 1
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes of all kernel tensors."""
+        return sum(weight.kernel_bytes for weight in self.weights)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the parameters in high precision."""
+        return sum(kept.nbytes for kept in self.kept)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of kernel tensors for each element of the quantized weights."""
+        return 8 * self.kernel_bytes / max(sum(math.prod(weight.shape) for weight in self.weights), 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """One line a parameter, then the totals."""
+        measured = any(weight.sqnr_db is not None for weight in self.weights)
+        head = ["parameter", "stored as", "shape", "bits", "MiB", "why"]
+        rows = [
+            [
+                weight.name,
+                weight.method,
+                "x".join(map(str, weight.shape)),
+                f"{weight.bits_per_element:.2f}",
+                _mib(weight.kernel_bytes),
+                weight.reason,
+            ]
+            for weight in self.weights
+        ]
+        rows += [
+            [kept.name, kept.dtype, "x".join(map(str, kept.shape)), "", _mib(kept.nbytes), kept.reason]
+            for kept in self.kept
+        ]
+        if measured:
+            head += ["SQNR dB", "worst block"]
+            for row, weight in zip(rows, self.weights, strict=False):
+                row += [f"{weight.sqnr_db:.1f}", f"{weight.worst_db:.1f} at {list(weight.worst_block or ())}"]
+            for row in rows[len(self.weights) :]:
+                row += ["", ""]
+        lines = _columns([head, *rows])
+        lines.append(
+            f"{len(self.weights)} weights quantized: {_mib(self.kernel_bytes)} MiB, {self.bits_per_element:.2f} "
+            f"bits an element; {len(self.kept)} parameters kept: {_mib(self.kept_bytes)} MiB; at most "
+            f"{_mib(self.staged_peak_bytes)} MiB waited; {self.seconds:.2f} s"
+        )
+        lines += [f"alias: {name} is {target}" for name, target in self.aliases.items()]
+        lines += [f"surplus: {name} ({reason})" for name, reason in self.surplus.items()]
+        lines += [f"untouched: {name}" for name in self.untouched]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
