@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -49,6 +50,15 @@ def refuse_foreign_hosts(app: Sphinx, failure: Exception | None) -> None:
         raise ExtensionError("pages load from other hosts:\n" + "\n".join(found[:20]))
 
 
+def returns_field(section: re.Match[str]) -> str:
+    """The field list of a "Returns" section; with several results, `name: what it is` each, a list of them."""
+    lines = textwrap.dedent(section[1]).strip("\n").split("\n")
+    starts = [bool(re.match(r"\w+: ", line)) for line in lines]
+    if sum(starts) > 1:
+        lines = [f"- {x}" if start else f"  {x.strip()}" for x, start in zip(lines, starts, strict=True)]
+    return ":returns:\n" + textwrap.indent("\n".join(lines), "    ") + "\n\n"
+
+
 def docstring_to_rest(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
@@ -61,7 +71,7 @@ def docstring_to_rest(
         return
     text = "\n".join(lines)
     # Napoleon takes what stands before a colon for a type. Here the types are in the signature.
-    text = re.sub(r"^(Returns|Yields):\n +", lambda m: f":{m[1].lower()}: ", text, flags=re.MULTILINE)
+    text = re.sub(r"^Returns:\n((?: +.*\n?|\n)+)", returns_field, text, flags=re.MULTILINE)
     if what in {"attribute", "data", "property"}:
         text = text.replace(": ", " – ")
     pieces = re.split(r"(``.+?``|`[^`]+`)", text, flags=re.DOTALL)

@@ -50,10 +50,6 @@ def test_import_olq_works_where_numpy_tqdm_and_triton_are_not_installed():
     assert run(f"{hide}\n{quiet}\nimport olq\nprint(olq.__name__)") == "olq"
 
 
-def test_public_names_are_there_without_a_second_import():
-    assert run("import olq\nprint(len([getattr(olq, name) for name in olq.__all__]) > 0)") == "True"
-
-
 def test_importing_olq_leaves_the_process_as_it_was():
     program = """
 import logging, threading, warnings
