@@ -16,8 +16,8 @@ from torch import Tensor
 from olq.alloc.spec import TensorSpec
 from olq.errors import LayoutError
 
-#: Called with each new tensor before its padding is written; set by olq.alloc.audit, else None.
-_on_allocate: Callable[[Tensor, TensorSpec, str], None] | None = None
+#: Called with each new tensor before its padding is written; set by olq.alloc.auditing, else None.
+on_allocate: Callable[[Tensor, TensorSpec, str], None] | None = None
 
 
 def allocate(spec: TensorSpec, *, device: torch.device | str, owner: str) -> Tensor:
@@ -34,8 +34,8 @@ def allocate(spec: TensorSpec, *, device: torch.device | str, owner: str) -> Ten
     """
     with torch.inference_mode(False), torch.no_grad():
         flat = _empty(spec, torch.device(device))
-        if _on_allocate is not None and type(flat) is Tensor and not flat.is_meta:
-            _on_allocate(flat, spec, owner)
+        if on_allocate is not None and not torch.compiler.is_compiling() and not _is_fake(flat):
+            on_allocate(flat, spec, owner)
         _fill(flat, spec)
         if torch.compiler.is_compiling():  # which does not trace set_
             return flat.as_strided(spec.shape, spec.stride)
@@ -118,6 +118,10 @@ def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
 def _skip(flat: Tensor, spec: TensorSpec) -> int:
     """Elements up to the next aligned address."""
     # There is no address on meta, and none while torch.compile traces: that memory is the compiler's.
-    if flat.is_meta or torch.compiler.is_compiling() or type(flat) is not Tensor:
+    if torch.compiler.is_compiling() or _is_fake(flat):
         return 0
     return -flat.data_ptr() % spec.alignment // spec.dtype.itemsize
+
+
+def _is_fake(flat: Tensor) -> bool:
+    return flat.is_meta or type(flat) is not Tensor

@@ -118,7 +118,7 @@ class TensorSpec:
             found = f"strides {list(self.stride)} for shape {list(self.shape)}: elements share a place"
         elif self.alignment < self.dtype.itemsize or self.alignment & (self.alignment - 1):
             found = f"alignment {self.alignment}"
-        elif self.order is not None and self.order.unit_bits == 32 and self.dtype.itemsize != 4:
+        elif self.order is not None and self.order.element_bits not in (None, self.bits):
             found = f"dtype {self.dtype} in {self.order.tag} order"
         if found:
             raise LayoutError(

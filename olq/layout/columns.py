@@ -33,6 +33,7 @@ class MNMajor(Order):
 
     tag: ClassVar[str] = "mn_major"
     unit_bits: ClassVar[int | None] = 32
+    element_bits: ClassVar[int | None] = 32
     padding_text: ClassVar[str] = "rows up to a multiple of 4 hold 1.0; the allocator writes them"
 
     @property
@@ -80,6 +81,7 @@ class UE8M0Words(Order):
 
     tag: ClassVar[str] = "ue8m0_words"
     unit_bits: ClassVar[int | None] = 8
+    element_bits: ClassVar[int | None] = 32
     padding_text: ClassVar[str] = (
         "groups and rows up to a multiple of 4 hold exponent 0; the allocator writes them"
     )

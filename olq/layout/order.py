@@ -44,7 +44,8 @@ class Order(ABC):
     columns: int
 
     tag: ClassVar[str]  #: name of the order in specs, tags and messages
-    unit_bits: ClassVar[int | None]  #: 4, 8, or None: as many as the tensor's dtype has
+    unit_bits: ClassVar[int | None]  #: bits of a unit: 4, 8, 32, or None: an element, whatever its dtype
+    element_bits: ClassVar[int | None]  #: bits of an element of the tensor, or None: any
     padding_text: ClassVar[str]  #: the same in words, with the writer
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class RowMajor(Order):
 
     tag: ClassVar[str] = "row_major"
     unit_bits: ClassVar[int | None] = None
+    element_bits: ClassVar[int | None] = None
     padding_text: ClassVar[str] = "rows and columns beyond the logical matrix; the allocator writes them"
 
     def __post_init__(self) -> None:
@@ -123,6 +124,7 @@ class Nibbles(Order):
 
     tag: ClassVar[str] = "nibbles"
     unit_bits: ClassVar[int | None] = 4
+    element_bits: ClassVar[int | None] = 8
     padding_text: ClassVar[str] = (
         "with K odd, the high nibble of a row's last byte is 0; the producer writes it"
     )

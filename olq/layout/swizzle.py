@@ -50,6 +50,7 @@ class Swizzle128x4(Order):
 
     tag: ClassVar[str] = "swizzled_128x4"
     unit_bits: ClassVar[int | None] = 8
+    element_bits: ClassVar[int | None] = 8
     padding_text: ClassVar[str] = "rows and columns after the last hold 0; the allocator writes them"
 
     def __post_init__(self) -> None:

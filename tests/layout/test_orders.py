@@ -89,9 +89,7 @@ def test_an_order_is_a_bijection_and_its_fills_are_its_padding(order: Order):
 
 @given(ORDERS)
 def test_strides_and_storage_agree(order: Order):
-    bits = order.unit_bits or 32
-    # Tensor elements: words for exponents, bytes for nibbles, units otherwise.
-    element = {"ue8m0_words": 32, "nibbles": 8}.get(order.tag, bits)
+    bits, element = order.unit_bits or 32, order.element_bits or 32
     (height, width), (down, across) = order.shape, order.strides
     if height and width:
         reached = (height - 1) * down + (width - 1) * across + 1
