@@ -49,7 +49,7 @@ class Pattern:
             return path if self.regex.fullmatch(path) else None
         if not self.anywhere.fullmatch(path + "." if path else ""):
             return None
-        for end in _prefixes(path):
+        for end in prefixes(path):
             if self.regex.fullmatch(end + "." if end else ""):
                 return end
         return None
@@ -112,7 +112,7 @@ def suggest(pattern: Pattern, paths: Iterable[str], *, limit: int = 3) -> str:
     return f"names there are, for example: {', '.join(map(repr, near))}" if near else "no layer was looked at"
 
 
-def _prefixes(path: str) -> Iterator[str]:
+def prefixes(path: str) -> Iterator[str]:
     """The path, its parent, and so on."""
     while True:
         yield path

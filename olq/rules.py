@@ -136,7 +136,8 @@ class Resolver:
     def see(self, names: Iterable[str]) -> None:
         """Tell of modules that exist and are never quantized (norms, embeddings).
 
-        A `keep` pattern for one of them is fulfilled. A rule that matches nothing else stays an error.
+        A `keep` pattern for one of them is fulfilled. A rule that matches nothing else stays an error. Modules
+        with decided layers inside may be among them and count for nothing: `re:model` means no layer below.
         """
         self._unquantized.update(names)
 
@@ -200,7 +201,9 @@ class Resolver:
         return "; ".join(text + ", ".join(some) for text, some in matched.items())
 
     def _unmatched(self, entry: _Entry) -> ConfigError | None:
-        elsewhere = [name for name in sorted(self._unquantized) if entry.pattern.match(name) is not None]
+        around = {end for path in self._paths for end in patterns.prefixes(path)}
+        leaves = self._unquantized - around
+        elsewhere = [name for name in sorted(leaves) if entry.pattern.match(name) is not None]
         if elsewhere and entry.method is None:
             return None
         if elsewhere:
@@ -211,7 +214,7 @@ class Resolver:
                 need="a pattern of at least one layer with a weight to quantize",
                 remedy="remove the rule",
             )
-        known = self._paths | self._unquantized if entry.method is None else self._paths
+        known = self._paths | leaves if entry.method is None else self._paths
         return ConfigError(
             "A pattern matches no layer.",
             where=entry.where,

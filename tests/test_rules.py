@@ -229,6 +229,14 @@ def test_keep_may_name_a_module_that_is_never_quantized_and_a_rule_may_not():
         resolver.finish()
 
 
+def test_an_expression_for_a_module_does_not_count_as_one_for_the_layers_in_it():
+    """`re:` matches whole names: what was meant to keep all of `model.layers.0` keeps nothing there."""
+    resolver = resolve(QuantConfig(keep=(r"re:model\.layers\.0",)))
+    resolver.see(["model", "model.layers", "model.layers.0", "model.norm"])
+    with pytest.raises(ConfigError, match=r"did you mean 're:\.\*model\\\\\.layers\\\\\.0\.\*'"):
+        resolver.finish()
+
+
 def test_asking_again_gives_the_same_decision_once():
     resolver = Resolver(QuantConfig(keep=("lm_head",)))
     first = resolver.decide("lm_head")
