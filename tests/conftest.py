@@ -2,6 +2,8 @@
 
 HYPOTHESIS_PROFILE chooses how property tests draw: `dev` (default: random, few), `ci` (the same examples each
 time), `nightly` (random, many). A test that needs what is not here is skipped and says what it needs.
+
+Kernel-owned memory starts as poison in every test, and a byte of it that nobody wrote fails the test.
 """
 
 import os
@@ -9,6 +11,8 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["olq.testing.poison"]
 
 # One example may be slow, the first call of an operator loads code; pytest-timeout bounds the whole test.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

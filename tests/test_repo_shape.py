@@ -35,9 +35,9 @@ def modules(*folders: str) -> list[Path]:
 
 
 def texts() -> list[Path]:
-    """Files that a person reads: no weights, no pictures, no licence."""
-    binary = {".safetensors", ".png", ".pt", ".bin"}
-    return [p for p in repository_files() if p.suffix not in binary and p.name != "LICENSE"]
+    """Files that the project wrote: no licence, and nothing that is data for a model."""
+    data = {".safetensors", ".png", ".pt", ".bin", ".txt", ".json", ".jsonl"}
+    return [p for p in repository_files() if p.suffix not in data and p.name != "LICENSE"]
 
 
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
