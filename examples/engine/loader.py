@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import safe_open
+
 import olq
 
 from .config import LlamaConfig
 from .model import Llama
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 KEEP = olq.QuantConfig(method="keep")
 
@@ -37,6 +40,21 @@ def load_model(
     """
     model = Llama(LlamaConfig.from_folder(folder), quant)
     return model, olq.load(model, folder, progress=progress)
+
+
+def load_plain(folder: str | Path) -> Llama:
+    """The same without olq's loading, in high precision: what `load_model` is measured against."""
+    model = Llama(LlamaConfig.from_folder(folder), KEEP)
+    model.load_weights(read_checkpoint(folder))
+    return model
+
+
+def read_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a folder's safetensors files, one at a time, mapped rather than read."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a file handle, no dict
+                yield name, tensors.get_tensor(name)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
