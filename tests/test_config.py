@@ -277,8 +277,8 @@ def test_something_else_than_a_table_of_fields_is_refused(data: object):
 
 FILES = {
     "missing": ("none.json", None, "FileNotFoundError: No such file or directory"),
-    "JSON": ("a.json", b'{"method": "fp8",}', r"line 1 column 18"),
-    "JSON, deep": ("a.json", b"[" * 100_000, "recursion"),
+    "JSON": ("a.json", b'{"method" "fp8"}', r"Expecting ':' delimiter: line 1 column 11"),
+    "JSON, deep": ("a.json", b"[" * 100_000, "(recursion|[Ss]tack)"),
     "TOML": ("a.toml", b"method = fp8", r"line 1"),
     "not UTF-8": ("a.toml", b'method = "\xff"', "can't decode byte 0xff"),
     "suffix": ("a.yaml", b"method: fp8", r"the suffix '\.yaml'"),
