@@ -63,6 +63,10 @@ def copies(args):
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
 
 
+def bytes_of(t):
+    return t.cpu().contiguous().view(-1).view(U8)
+
+
 def outputs(name, args):
     return [args[i] for i in OUTPUTS.get(name, (1, 2))]
 
@@ -78,7 +82,7 @@ def test_meta_tensors_are_checked_and_nothing_is_done(name, args):
     assert getattr(OPS, name)(*on_meta) is None
     first = OUTPUTS.get(name, (1, 2))[0]
     on_meta[first] = on_meta[first].new_empty(7, 7, 7, 7)
-    with pytest.raises(LayoutError, match=rf"{name}[\s\S]*found:  shape \(7, 7, 7, 7\)"):
+    with pytest.raises(LayoutError, match=rf"{name} can't take this[\s\S]*\(7, 7, 7,"):
         getattr(OPS, name)(*on_meta)
 
 
@@ -90,7 +94,7 @@ def test_compiles_as_one_graph_and_writes_in_place(name, args):
     op(*eager)
     torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*compiled)
     for got, want in zip(outputs(name, compiled), outputs(name, eager), strict=True):
-        assert torch.equal(got.view(U8), want.view(U8))
+        assert torch.equal(bytes_of(got), bytes_of(want))
 
 
 def test_the_last_two_arguments_have_defaults():
@@ -260,4 +264,4 @@ def test_every_device_gives_the_bytes_of_the_cpu(name, args, where):
     getattr(OPS, name)(*moved)
     getattr(OPS, name)(*want)
     for got, right in zip(outputs(name, moved), outputs(name, want), strict=True):
-        assert torch.equal(got.cpu().view(U8), right.view(U8))
+        assert torch.equal(bytes_of(got), bytes_of(right))
