@@ -6,6 +6,7 @@ byte that nobody wrote shows; equality is on bytes.
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,13 +16,15 @@ from oracles import fp8, mxfp8, nvfp4, source
 
 POISON = 0xA5
 OPS = torch.ops.olq
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 FP8_BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128)}
 RULES = ("RCEIL", "FLOOR", "CEIL", "EVEN")
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", None: None}
 
 
-def poison(*shape: int, dtype: torch.dtype = torch.uint8, device: str = "cpu") -> Tensor:
-    """Memory whose every byte is 0xA5."""
+def poison(*shape: int, dtype: torch.dtype = torch.uint8, on: Tensor | None = None) -> Tensor:
+    """Memory whose every byte is 0xA5, on the device of `on` or the CPU."""
+    device = "cpu" if on is None else on.device
     size = torch.empty((), dtype=dtype).element_size()
     raw = torch.full((*shape, size), POISON, dtype=torch.uint8, device=device)
     return raw.view(dtype).squeeze(-1) if size > 1 else raw.squeeze(-1)
@@ -65,7 +68,7 @@ def assert_bytes_equal(got: np.ndarray | Tensor, want: np.ndarray | Tensor, what
 def run_fp8(w, block, power_of_two=False, through=None, saturate=False):
     """Codes and scales by the operator, [*lead, n, k]."""
     grid = [-(-extent // b) if b else 1 for extent, b in zip(w.shape[-2:], block, strict=True)]
-    codes, scale = poison(*w.shape), poison(*w.shape[:-2], *grid, dtype=torch.float32)
+    codes, scale = poison(*w.shape, on=w), poison(*w.shape[:-2], *grid, dtype=torch.float32, on=w)
     OPS.quantize_fp8_(w, codes, scale, *block, power_of_two, through, saturate)
     return codes, scale
 
@@ -73,7 +76,7 @@ def run_fp8(w, block, power_of_two=False, through=None, saturate=False):
 def run_mxfp8(w, rule="RCEIL", through=None, saturate=False):
     """Codes and row-major scale bytes by the operator."""
     *lead, n, k = w.shape
-    codes, scale = poison(*w.shape), poison(*lead, n, -(-k // 32))
+    codes, scale = poison(*w.shape, on=w), poison(*lead, n, -(-k // 32), on=w)
     OPS.quantize_mxfp8_(w, codes, scale, rule, "linear", 0, 1, 0, through, saturate)
     return codes, scale
 
@@ -81,9 +84,9 @@ def run_mxfp8(w, rule="RCEIL", through=None, saturate=False):
 def run_nvfp4(w, through=None, saturate=False, scale_2=None):
     """Packed codes, row-major scale bytes and tensor scales by the operators."""
     *lead, n, k = w.shape
-    codes, scale = poison(*lead, n, -(-k // 2)), poison(*lead, n, -(-k // 16))
+    codes, scale = poison(*lead, n, -(-k // 2), on=w), poison(*lead, n, -(-k // 16), on=w)
     if scale_2 is None:
-        scale_2 = poison(*lead, dtype=torch.float32)
+        scale_2 = poison(*lead, dtype=torch.float32, on=w)
         OPS.nvfp4_tensor_scale_(w, scale_2, through, saturate)
     OPS.quantize_nvfp4_(w, codes, scale, scale_2, "linear", 0, 1, 0, through, saturate)
     return codes, scale, scale_2

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from numerics import cases
 
 F32_MAX = float(np.float32(3.4028234663852886e38))
@@ -25,22 +26,26 @@ def placed(x: torch.Tensor, width: int, column: int) -> torch.Tensor:
     return w
 
 
+@cases.DEVICES
 @pytest.mark.parametrize("name", [f"mxfp8-{rule}" for rule in cases.RULES])
-def test_mxfp8_beside_every_boundary_of_the_exponent(name):
-    cases.assert_equals_oracle(name, placed(boundaries(), 32, 7))
+def test_mxfp8_beside_every_boundary_of_the_exponent(device, name):
+    cases.assert_equals_oracle(name, placed(boundaries(), 32, 7).to(device))
 
 
+@cases.DEVICES
 @pytest.mark.parametrize("power", ["pow2", "f32"])
-def test_fp8_beside_every_boundary_of_the_exponent(power):
-    cases.assert_equals_oracle(f"fp8-channel-{power}", placed(boundaries(), 8, 7))
+def test_fp8_beside_every_boundary_of_the_exponent(device, power):
+    cases.assert_equals_oracle(f"fp8-channel-{power}", placed(boundaries(), 8, 7).to(device))
 
 
-def test_nvfp4_tensor_scale_beside_every_power_of_two():
-    cases.assert_equals_oracle("nvfp4", placed(boundaries(), 16, 3)[:, None, :])
+@cases.DEVICES
+def test_nvfp4_tensor_scale_beside_every_power_of_two(device):
+    cases.assert_equals_oracle("nvfp4", placed(boundaries(), 16, 3)[:, None, :].to(device))
 
 
+@cases.DEVICES
 @pytest.mark.parametrize("s2", [1.0, 1 / 2688, 3e-5, 1e30, 2.0**-117])
-def test_nvfp4_block_scale_beside_every_tie_of_e4m3(s2):
+def test_nvfp4_block_scale_beside_every_tie_of_e4m3(device, s2):
     """Block maxima within two ulps of 6 * s2 * (each E4M3 value, and each middle between two)."""
     codes = np.arange(127, dtype=np.uint8)
     values = np.array(
@@ -48,41 +53,48 @@ def test_nvfp4_block_scale_beside_every_tie_of_e4m3(s2):
     )
     middles = (values[1:] + values[:-1]) / 2
     amax = cases.near(np.concatenate([values, middles, [460.0, 500.0]]) * 6 * np.float32(s2))
-    w, scale_2 = placed(torch.from_numpy(amax), 16, 5), torch.tensor(s2)
+    w, scale_2 = placed(torch.from_numpy(amax), 16, 5).to(device), torch.tensor(s2, device=device)
     got, want = cases.run_nvfp4(w, scale_2=scale_2), cases.want_nvfp4(w, scale_2=scale_2.item())
     for what, g, o in zip(cases.WHAT, got, want, strict=True):
         cases.assert_bytes_equal(g, o, what)
 
 
+@cases.DEVICES
 @pytest.mark.parametrize(
     "scale_2", [0.0, -1.0, float("inf"), float("nan"), 2.0**-140, 2.0**-149, 1e38, 3.4e38]
 )
-def test_nvfp4_with_any_given_tensor_scale_is_defined(scale_2):
+def test_nvfp4_with_any_given_tensor_scale_is_defined(device, scale_2):
     w = torch.tensor([[0.0, -0.0, 1.0, -1e38, 3e38, 1e-38, 1e-44, 6.0] * 4, [0.0] * 32])
-    got, want = cases.run_nvfp4(w, scale_2=torch.tensor(scale_2)), cases.want_nvfp4(w, scale_2=scale_2)
+    got, want = (
+        cases.run_nvfp4(w.to(device), scale_2=torch.tensor(scale_2, device=device)),
+        cases.want_nvfp4(w, scale_2=scale_2),
+    )
     for what, g, o in zip(cases.WHAT, got, want, strict=True):
         cases.assert_bytes_equal(g, o, what)
 
 
+@cases.DEVICES
 @pytest.mark.parametrize("name", cases.METHODS)
-def test_zeros_of_both_signs(name):
+def test_zeros_of_both_signs(device, name):
     w = torch.zeros(3, 40)
     w[1] = -0.0
     w[2, ::3] = -0.0
-    cases.assert_equals_oracle(name, w)
+    cases.assert_equals_oracle(name, w.to(device))
 
 
+@cases.DEVICES
 @pytest.mark.parametrize("name", cases.METHODS)
 @pytest.mark.parametrize("value", [2.0**-149, 2.0**-126, 1e-40, 448.0, 447.99997, F32_MAX, 3.3895314e38])
-def test_ends_of_the_range(name, value):
+def test_ends_of_the_range(device, name, value):
     w = torch.full((2, 33), value)
     w[:, 1::2] *= -0.75
     w[1, 5] = 0.0
-    cases.assert_equals_oracle(name, w)
+    cases.assert_equals_oracle(name, w.to(device))
 
 
-def test_the_scales_of_zeros_are_one_and_byte_zero():
-    w = torch.zeros(2, 64)
+@cases.DEVICES
+def test_the_scales_of_zeros_are_one_and_byte_zero(device):
+    w = torch.zeros(2, 64, device=device)
     assert cases.run_fp8(w, (1, 0))[1].tolist() == [[1.0], [1.0]]
     assert cases.run_fp8(w, (0, 0), True)[1].tolist() == [[1.0]]
     assert cases.run_mxfp8(w)[1].tolist() == [[0, 0], [0, 0]]
@@ -90,16 +102,18 @@ def test_the_scales_of_zeros_are_one_and_byte_zero():
     assert (codes.max(), scale.max(), scale_2.item()) == (0, 0, 1.0)
 
 
+@cases.DEVICES
 @pytest.mark.parametrize("value", [2.0**-149, 2.0**-126, 1e-39, 1e-36])
-def test_a_scale_is_always_positive_normal_and_has_a_finite_reciprocal(value):
-    w = torch.full((1, 32), value)
+def test_a_scale_is_always_positive_normal_and_has_a_finite_reciprocal(device, value):
+    w = torch.full((1, 32), value, device=device)
     for scale in (*(cases.run_fp8(w, (1, 0), p)[1] for p in (False, True)), cases.run_nvfp4(w)[2]):
         assert torch.finfo(torch.float32).tiny <= scale.item() < float("inf")
         assert 0 < 1 / scale.item() <= 2.0**126
 
 
-def test_reciprocals_of_the_largest_scales_are_normal():
-    w = torch.full((1, 32), F32_MAX)
+@cases.DEVICES
+def test_reciprocals_of_the_largest_scales_are_normal(device):
+    w = torch.full((1, 32), F32_MAX, device=device)
     for scale in (*(cases.run_fp8(w, (1, 0), p)[1] for p in (False, True)), cases.run_nvfp4(w)[2]):
         assert (1 / scale).item() > torch.finfo(torch.float32).tiny
     _, block, scale_2 = cases.run_nvfp4(w)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numerics import cases
 
+from numerics import cases
 from olq.numerics import chunks
 from olq.testing.memory import measure_memory
 

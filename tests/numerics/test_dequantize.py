@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import cases
 
+from numerics import cases
 from olq.formats import E2M1, E4M3, e8m0_value
 from olq.numerics import chunks
 from oracles import fp8, mxfp8, nvfp4

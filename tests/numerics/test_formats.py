@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numerics import cases
 
+from numerics import cases
 from olq import formats
 from olq.errors import SourceError, UnknownNameError
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import cases
 
+from numerics import cases
 from olq.numerics.chunks import Scratch
 from olq.numerics.rounding import powers_of_two, round_to_e2m1_, round_to_e4m3_
 

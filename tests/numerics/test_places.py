@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from numerics import cases
 
+from numerics import cases
 from oracles import nvfp4 as oracle
 
 OPS = torch.ops.olq

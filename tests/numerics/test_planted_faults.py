@@ -8,9 +8,9 @@ import functools
 import numpy as np
 import pytest
 import torch
+
 from numerics import cases
 from numerics.test_boundaries import boundaries, placed
-
 from olq import formats
 from olq.numerics import chunks, fp8, mxfp8, nvfp4, places, rounding, scales
 

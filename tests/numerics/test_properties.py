@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from numerics import cases
 
+from numerics import cases
 from olq.numerics import chunks
 
 NAMES = st.sampled_from(sorted(cases.METHODS))
