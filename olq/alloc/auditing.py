@@ -1,4 +1,4 @@
-"""The audit: which bytes of kernel-owned memory did nobody write?
+"""The audit: which bytes of kernel-owned memory did nobody write, and whose padding was written over?
 
 Memory that `allocate` makes inside an audit starts as poison (olq.alloc.poison). It is judged by what it
 holds in the end, so it makes no difference who wrote it: torch, Triton, another library. Off, the audit costs
@@ -36,7 +36,7 @@ _seeds = count()
 
 @dataclass
 class Watch:
-    """One poisoned storage and, once judged, its bytes that still held poison.
+    """One poisoned storage and, once judged, its bytes that still held poison and its dirty padding.
 
     Args:
         owner: who has to write it.
@@ -53,6 +53,7 @@ class Watch:
     storage: Tensor | None
     address: int = field(init=False, default=0)
     held: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    dirty: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.int64))
     dropped: bool = field(init=False, default=False)  # untouched, and nobody holds it any more: given up
 
     def __post_init__(self) -> None:
@@ -63,10 +64,17 @@ class Watch:
     def judge(self) -> Tensor:
         """Positions of bytes that hold poison, int64 on the CPU, without padding that the allocator wrote."""
         if self.storage is not None:
-            held = still_poison(self.storage, self.spec.dtype, self.seed, flipped=self.flipped).cpu()
-            filled = allocator_bytes(self.spec)
-            self.held = held if filled is None else held[~filled[held]]
+            self.held = still_poison(self.storage, self.spec.dtype, self.seed, flipped=self.flipped).cpu()
+            written = allocator_bytes(self.spec)
+            if written is not None:
+                filled, values = written
+                self.held = self.held[~filled[self.held]]
+                self.dirty = (filled & (self.storage.cpu() != values)).nonzero().flatten()
         return self.held
+
+    def dirty_padding(self) -> list[Finding]:
+        """Padding that no longer holds what the allocator wrote there; none or one."""
+        return [Finding.of(self.owner, self.spec, self.dirty.tolist(), "padding")] if len(self.dirty) else []
 
     @property
     def is_untouched(self) -> bool:
@@ -163,6 +171,7 @@ class Audit:
             if watch.dropped:
                 continue
             held = watch.judge()
+            self.findings += watch.dirty_padding()
             blamed = sure(watch.spec, held)
             self.unsettled += len(held) - len(blamed)
             if len(blamed):

@@ -36,7 +36,7 @@ def allocate(spec: TensorSpec, *, device: torch.device | str, owner: str) -> Ten
         flat = _empty(spec, torch.device(device))
         if on_allocate is not None and not torch.compiler.is_compiling() and not _is_fake(flat):
             on_allocate(flat, spec, owner)
-        _fill(flat, spec)
+        fill_padding_(flat, spec)
         if torch.compiler.is_compiling():  # which does not trace set_
             return flat.as_strided(spec.shape, spec.stride)
         # Not a view: pickling, parameters and safetensors treat the tensor as the owner of its storage.
@@ -55,10 +55,11 @@ def write_padding_(tensor: Tensor, spec: TensorSpec) -> None:
         LayoutError: the tensor is not what the spec says.
     """
     with torch.no_grad():
-        _fill(storage_elements(tensor, spec), spec)
+        fill_padding_(storage_elements(tensor, spec), spec)
 
 
-def _fill(flat: Tensor, spec: TensorSpec) -> None:
+def fill_padding_(flat: Tensor, spec: TensorSpec) -> None:
+    """Write the padding that `spec.order` owns into storage elements, as `storage_elements` returns them."""
     fills = spec.order.fills() if spec.order is not None and not flat.is_meta else ()
     if fills:
         boxes = storage_boxes(flat, spec)

@@ -13,6 +13,7 @@ from math import log2, prod
 import torch
 from torch import Tensor
 
+from olq.alloc.memory import fill_padding_
 from olq.alloc.spec import TensorSpec
 from olq.layout import contiguous_strides
 
@@ -41,8 +42,12 @@ def coordinates_of(spec: TensorSpec, byte: int) -> list[Coordinate]:
     return [(*lead, *spec.order.inverse((inside + bit) // unit).coordinate) for bit in steps]
 
 
-def allocator_bytes(spec: TensorSpec) -> Tensor | None:
-    """Which bytes of the storage the allocator itself writes, as padding: bool, [nbytes]. None for none."""
+def allocator_bytes(spec: TensorSpec) -> tuple[Tensor, Tensor] | None:
+    """What the allocator itself writes, as padding: which bytes (bool) and their values (uint8), each [nbytes].
+
+    Returns:
+        None if it writes nothing.
+    """
     order = spec.order
     if order is None or not order.fills() or not spec.nbytes:
         return None
@@ -50,13 +55,15 @@ def allocator_bytes(spec: TensorSpec) -> Tensor | None:
     filled = torch.zeros(spec.nbytes // unit // order.extent, *order.storage_shape, dtype=torch.bool)
     for fill in order.fills():
         filled[(slice(None), *(slice(start, stop) for start, stop in fill.box))] = True
-    return filled.flatten().repeat_interleave(unit)
+    values = torch.zeros(spec.extent, dtype=spec.dtype)
+    fill_padding_(values, spec)
+    return filled.flatten().repeat_interleave(unit), values.view(torch.uint8)
 
 
 def produced_bytes(spec: TensorSpec) -> int:
     """How many bytes the allocator leaves to the producer."""
-    filled = allocator_bytes(spec)
-    return spec.nbytes - (0 if filled is None else int(filled.sum()))
+    written = allocator_bytes(spec)
+    return spec.nbytes - (0 if written is None else int(written[0].sum()))
 
 
 def sure(spec: TensorSpec, positions: Tensor) -> Tensor:

@@ -71,11 +71,12 @@ def _compare(a: Watch, b: Watch) -> Iterator[Finding]:
     held = a.held[torch.isin(a.held, b.held)]
     if len(held):
         yield Finding.of(a.owner, a.spec, held.tolist())
+    yield from b.dirty_padding()
     if a.storage is not None and b.storage is not None:
         differing = (a.storage != b.storage).nonzero().flatten().cpu()
-        derived = differing[~torch.isin(differing, held)]
+        derived = differing[~torch.isin(differing, torch.cat((held, b.dirty)))]
         if len(derived):
-            yield Finding.of(a.owner, a.spec, derived.tolist(), derived=True)
+            yield Finding.of(a.owner, a.spec, derived.tolist(), "derived")
 
 
 def _compare_values(path: str, a: Tensor, b: Tensor) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def _compare_values(path: str, a: Tensor, b: Tensor) -> Iterator[Finding]:
     spec = TensorSpec((a.numel() * a.element_size(),), torch.uint8, alignment=1)
     differing = (_bytes(a) != _bytes(b)).nonzero().flatten().tolist()
     if differing:
-        yield Finding.of(f"{path}, {a.dtype} {list(a.shape)}", spec, differing, derived=True)
+        yield Finding.of(f"{path}, {a.dtype} {list(a.shape)}", spec, differing, "derived")
 
 
 def _bytes(t: Tensor) -> Tensor:
