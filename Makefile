@@ -1,6 +1,6 @@
 # The only list of commands. `make demo` and `make test` are all that a fresh machine needs.
 #
-#   make demo      quantize a small language model while it loads, reload it, print one table
+#   make demo      load a small language model with every method, reload it, print one table
 #   make test      the test suite                       make test ARGS="tests/layout -k swizzle"
 #   make test-gpu  the tests that need a CUDA device
 #   make check     lint, types, import layers, spelling, docs with warnings as errors
@@ -60,7 +60,7 @@ $(VENV)/.with-%: $(TORCH_STAMP) pyproject.toml
 demo: $(call with,demo)
 	$(PY) -m examples.demo $(ARGS)
 
-test: $(call with,dev)
+test: $(call with,dev) $(call with,demo)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(call with,dev)
@@ -71,7 +71,7 @@ check: lint types imports spelling docs
 lint: $(call with,dev)
 	$(PY) -m ruff check .
 
-types: $(call with,dev)
+types: $(call with,dev) $(call with,demo) $(call with,bench)
 	$(PY) -m pyright --pythonpath $(PY)
 
 imports: $(call with,dev)
