@@ -10,11 +10,11 @@ No torch here: a configuration can be checked where no model is.
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BeforeValidator, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from olq import patterns
 from olq.errors import ConfigError
@@ -64,7 +64,7 @@ class Rule(Frozen):
 
     match: PatternText
     method: MethodName
-    params: JsonDict = FrozenDict()
+    params: JsonDict = Field(default_factory=FrozenDict)
 
     misplaced: ClassVar[Mapping[str, str]] = {
         key: f"{key!r} belongs to the whole configuration; in TOML it has to stand above the first [[rules]]"
@@ -87,9 +87,10 @@ class QuantConfig(Frozen):
     """
 
     method: MethodName = "fp8"
-    params: JsonDict = FrozenDict()
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_list)] = ()
-    keep: Annotated[tuple[PatternText, ...], BeforeValidator(_list)] = ()
+    params: JsonDict = Field(default_factory=FrozenDict)
+    # Tuples; declared as sequences so that type checkers take a list as well.
+    rules: Annotated[Sequence[Rule], BeforeValidator(_list), AfterValidator(tuple)] = ()
+    keep: Annotated[Sequence[PatternText], BeforeValidator(_list), AfterValidator(tuple)] = ()
 
     @model_validator(mode="after")
     def _no_pattern_twice(self) -> Self:

@@ -88,12 +88,12 @@ def test_an_empty_configuration_is_fp8_for_all_layers():
 
 def test_nothing_in_a_configuration_can_be_changed():
     config = QuantConfig(
-        params={"a": [1, {"b": 2}]}, rules=[Rule(match="mlp", method="nvfp4", params={"c": 3})]
+        params={"a": [1, {"b": 2}]}, keep=["x"], rules=[Rule(match="mlp", method="nvfp4", params={"c": 3})]
     )
     with pytest.raises(ValidationError, match="frozen"):
         config.method = "nvfp4"  # pyright: ignore[reportAttributeAccessIssue]
     inner = config.params["a"][1]
-    assert isinstance(config.params["a"], tuple)
+    assert [type(value) for value in (config.params["a"], config.rules, config.keep)] == [tuple] * 3
     for frozen in (config.params, inner, config.rules[0].params, QuantConfig().params):
         changes = [
             lambda d=frozen: d.__setitem__("a", 1),
@@ -109,6 +109,16 @@ def test_nothing_in_a_configuration_can_be_changed():
             with pytest.raises(TypeError, match="frozen; make a new configuration"):
                 change()
     assert config.params == {"a": (1, {"b": 2})}
+
+
+def test_there_is_a_json_schema_with_all_defaults():
+    fields = QuantConfig.model_json_schema()["properties"]
+    assert {name: field.get("default") for name, field in fields.items()} == {
+        "method": "fp8",
+        "params": None,  # made anew, so pydantic states none
+        "rules": [],
+        "keep": [],
+    }
 
 
 def test_equal_frozen_dicts_have_equal_hashes_in_any_order():
