@@ -8,6 +8,7 @@ where the device's allocator gives less, some bytes more are taken.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from olq.alloc.spec import TensorSpec
 from olq.errors import LayoutError
+from olq.layout import Order, contiguous_strides
 
 #: Called with each new tensor before its padding is written; set by olq.alloc.auditing, else None.
 on_allocate: Callable[[Tensor, TensorSpec, str], None] | None = None
@@ -60,33 +62,32 @@ def write_padding_(tensor: Tensor, spec: TensorSpec) -> None:
 
 def fill_padding_(flat: Tensor, spec: TensorSpec) -> None:
     """Write the padding that `spec.order` owns into storage elements, as `storage_elements` returns them."""
-    fills = spec.order.fills() if spec.order is not None and not flat.is_meta else ()
-    if fills:
-        boxes = storage_boxes(flat, spec)
-        for fill in fills:
-            boxes[(slice(None), *(slice(start, stop) for start, stop in fill.box))] = fill.value
+    order = spec.order
+    if order is None or order.unit_bits == 4 or flat.is_meta or not spec.extent:
+        return
+    units = flat.view(torch.uint8) if order.unit_bits == 8 else flat
+    compiling = (
+        torch.compiler.is_compiling()
+    )  # Dynamo warns of caches and knows no offsets; fresh memory has none
+    boxes, origin = (_boxes, 0) if compiling else (_known_boxes, units.storage_offset())
+    for size, stride, start, value in boxes(order, prod(spec.shape[:-2])):
+        units.as_strided(size, stride, origin + start).fill_(value)
 
 
-def storage_boxes(flat: Tensor, spec: TensorSpec) -> Tensor:
-    """Storage elements as [matrices, *order.storage_shape], in the order's units (bytes or elements); a view.
+def _boxes(order: Order, matrices: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int, float], ...]:
+    """The padding of `matrices` matrices as strided boxes of units: (size, stride, start, value)."""
+    steps = (order.extent, *contiguous_strides(order.storage_shape))
+    found = []
+    for fill in order.fills():
+        spans = ((0, matrices), *fill.box)
+        dims = [(stop - start, step) for (start, stop), step in zip(spans, steps, strict=True)]
+        kept = [(size, step) for size, step in dims if size != 1]
+        first = sum(start * step for (start, _), step in zip(spans, steps, strict=True))
+        found.append((tuple(size for size, _ in kept), tuple(step for _, step in kept), first, fill.value))
+    return tuple(found)
 
-    Args:
-        flat: what `storage_elements` returns.
-        spec: with an order.
 
-    Raises:
-        LayoutError: the spec has no order, or one whose units are smaller than a byte.
-    """
-    if spec.order is None or spec.order.unit_bits == 4:
-        raise LayoutError(
-            "The storage of this tensor has no boxes of whole bytes.",
-            where=f"TensorSpec, layout {spec.layout!r}",
-            found="no order" if spec.order is None else "an order in nibbles",
-            need="a spec made with TensorSpec.of, and an order in bytes or elements",
-            remedy="write padding through the tensor itself",
-        )
-    units = flat.view(torch.uint8) if spec.order.unit_bits == 8 else flat
-    return units.view(prod(spec.shape[:-2]), *spec.order.storage_shape)
+_known_boxes = lru_cache(maxsize=1024)(_boxes)
 
 
 def storage_elements(tensor: Tensor, spec: TensorSpec) -> Tensor:
