@@ -66,14 +66,17 @@ def fill_padding_(flat: Tensor, spec: TensorSpec) -> None:
     if order is None or order.unit_bits == 4 or flat.is_meta or not spec.extent:
         return
     units = flat.view(torch.uint8) if order.unit_bits == 8 else flat
-    compiling = (
-        torch.compiler.is_compiling()
-    )  # Dynamo warns of caches and knows no offsets; fresh memory has none
-    boxes, origin = (_boxes, 0) if compiling else (_known_boxes, units.storage_offset())
-    for size, stride, start, value in boxes(order, prod(spec.shape[:-2])):
-        units.as_strided(size, stride, origin + start).fill_(value)
+    matrices = prod(spec.shape[:-2])
+    if torch.compiler.is_compiling():  # Dynamo knows neither caches nor strided views of another dtype
+        whole = units.view(matrices, *order.storage_shape)
+        for fill in order.fills():
+            whole[(slice(None), *(slice(start, stop) for start, stop in fill.box))] = fill.value
+        return
+    for size, stride, start, value in _boxes(order, matrices):
+        units.as_strided(size, stride, units.storage_offset() + start).fill_(value)
 
 
+@lru_cache(maxsize=1024)
 def _boxes(order: Order, matrices: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int, float], ...]:
     """The padding of `matrices` matrices as strided boxes of units: (size, stride, start, value)."""
     steps = (order.extent, *contiguous_strides(order.storage_shape))
@@ -85,9 +88,6 @@ def _boxes(order: Order, matrices: int) -> tuple[tuple[tuple[int, ...], tuple[in
         first = sum(start * step for (start, _), step in zip(spans, steps, strict=True))
         found.append((tuple(size for size, _ in kept), tuple(step for _, step in kept), first, fill.value))
     return tuple(found)
-
-
-_known_boxes = lru_cache(maxsize=1024)(_boxes)
 
 
 def storage_elements(tensor: Tensor, spec: TensorSpec) -> Tensor:
