@@ -23,6 +23,8 @@ from .reload import reload
 
 TINY_LM = Path(__file__).resolve().parents[1] / "tiny_lm"
 
+#: The method of the text, the reload and the plot.
+SHOWN, SHOWN_QUANT = "nvfp4", QuantConfig(method="nvfp4")
 METHODS: dict[str, QuantConfig | None] = {
     "bf16": None,
     "fp8 tensor": QuantConfig(method="fp8", params={"granularity": "tensor"}),
@@ -32,11 +34,9 @@ METHODS: dict[str, QuantConfig | None] = {
         method="fp8", params={"granularity": "block", "scale": "power_of_two"}
     ),
     "mxfp8": QuantConfig(method="mxfp8"),
-    "nvfp4": QuantConfig(method="nvfp4"),
+    SHOWN: SHOWN_QUANT,
 }
-SHORT = ("bf16", "fp8 channel", "nvfp4")
-#: The method of the text, the reload and the plot.
-SHOWN = "nvfp4"
+SHORT = ("bf16", "fp8 channel", SHOWN)
 TEXTS = {"Python": "heldout_a.txt", "C headers": "heldout_b.txt"}
 PROMPT = "def read_lines(path, encoding="
 
@@ -59,7 +59,7 @@ class Bar:
         return partial(self._move, start, share)
 
     def _move(self, start: float, share: float, done: float) -> None:
-        self._bar.update(start + share * done - self._bar.n)
+        self._bar.update(min(start + share * done, self._bar.total) - self._bar.n)
 
     def close(self) -> None:
         """Take the bar off the screen."""
@@ -83,7 +83,7 @@ def trace_of_load(folder: Path, quant: QuantConfig | None) -> MemoryTrace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demo; progress goes to standard error, results to standard output."""
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=str(__doc__).splitlines()[0])
     parser.add_argument("--short", action="store_true", help="fewer methods, less text")
     parser.add_argument("--model", type=Path, default=TINY_LM, help="folder of both checkpoints and texts")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the plot")
@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = Work(text=texts["Python"], prompt=prompt, new_tokens=new_tokens, stage=bar.stage)
         row, models[name] = measure(name, quant, a, work)
         rows.append(row)
-    model, quant = models[SHOWN], METHODS[SHOWN]
+    model = models[SHOWN]
     written = generate(model, prompt, max_new_tokens=new_tokens, temperature=0.5, top_p=0.9)
     text = tokenizer.decode(list(written))
-    reloaded = reload(model, quant, b, texts=texts, stage=bar.stage)
+    reloaded = reload(model, SHOWN_QUANT, b, texts=texts, stage=bar.stage)
     plot = args.out / "memory.png"
     memory_plot({name: trace_of_load(a, METHODS[name]) for name in ("bf16", SHOWN)}, plot)
     bar.close()

@@ -1,6 +1,6 @@
 """New weights into the running model: what changes, and what must not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +35,14 @@ class Reloaded:
         lines = [f"{'perplexity on':<24}" + "".join(f"{name:>16}" for name in self.before)]
         lines.append(f"{'  with checkpoint A':<24}" + "".join(f"{p:>16.3f}" for p in self.before.values()))
         lines.append(f"{'  after the reload of B':<24}" + "".join(f"{p:>16.3f}" for p in self.after.values()))
-        lines.append(
-            f"addresses changed: {len(self.moved)} of {self.tensors} tensors {self.moved or ''}".rstrip()
-        )
-        same = f"bytes that differ from a fresh load of B: in {len(self.different)} of {self.tensors} tensors"
-        lines.append(f"{same} {self.different or ''}".rstrip())
+        lines.append("addresses changed: " + self._count(self.moved))
+        lines.append("bytes that differ from a fresh load of B: in " + self._count(self.different))
         lines.append(f"memory on top of the running model, at most: {self.peak_bytes:,} bytes")
         return "\n".join(lines)
+
+    def _count(self, names: list[str]) -> str:
+        some = f" ({', '.join(names[:2])}, ...)" if names else ""
+        return f"{len(names)} of {self.tensors} tensors{some}"
 
 
 def reload(
@@ -49,7 +50,7 @@ def reload(
     quant: olq.QuantConfig,
     folder: Path,
     *,
-    texts: dict[str, Sequence[int]],
+    texts: Mapping[str, Sequence[int]],
     stage: Callable[[str, float], Callable[[float], None]],
 ) -> Reloaded:
     """Reload `folder` into `model`, which keeps running before and after.

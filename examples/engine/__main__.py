@@ -19,7 +19,9 @@ from .loader import load_model, load_tokenizer
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m examples.engine", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.engine", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument(
         "--model", required=True, help="checkpoint folder: config.json, safetensors, tokenizer.json"
     )

@@ -102,6 +102,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, norm: what a checkpoint calls `model`."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: LlamaConfig, *, quant: olq.Resolver) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=config.dtype)

@@ -1,7 +1,7 @@
 """How much memory a call really takes, from the allocator's own events.
 
 A dispatch mode sees what operators return; it misses the scratch inside an operator and anything freed before
-the operator ends. The allocator sees both, so `measure_memory` asks it, through `torch.profiler`, for every
+the operator ends. The allocator sees both, so `measure_memory` asks it, through torch's profiler, for every
 block that was taken and given back, and builds from that the number of live bytes over time.
 
     live(t) = bytes of the blocks that were taken since the start and are not given back at t
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 _START = "olq.testing.memory: start"
 
@@ -99,7 +99,9 @@ def measure_memory(call: Callable[[], Any], *, device: torch.device | str = "cpu
     """
     device = torch.device(device)
     base = _reset_peak(device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # Not torch.profiler.profile: that one warns, in torch 2.11, of what matters to repeated cycles only.
+    profiler = profile(use_kineto=True, profile_memory=True)
+    with profiler:
         # An event of our own is the zero of the clock: starting the profiler can take a second.
         with record_function(_START):
             pass
@@ -107,8 +109,8 @@ def measure_memory(call: Callable[[], Any], *, device: torch.device | str = "cpu
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     # The list of events lacks addresses; the tree has them, and torch's own memory profiler reads it too.
-    kineto: Any = profiler.profiler
-    events = list(_flat(kineto.kineto_results.experimental_event_tree()))
+    results: Any = profiler.kineto_results
+    events = list(_flat(results.experimental_event_tree()))
     start_ns = next(event.end_time_ns for event in events if event.name == _START)
     blocks, mappings = _live(events, device)
     peak = max((live for _, live in blocks), default=0)

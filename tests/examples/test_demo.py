@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib", reason="needs the demo's packages: matplotlib,
 pytest.importorskip("tokenizers", reason="needs the demo's packages: matplotlib, tokenizers, tqdm")
 pytest.importorskip("tqdm", reason="needs the demo's packages: matplotlib, tokenizers, tqdm")
 
-from examples.demo.__main__ import SHORT, main  # noqa: E402 - after the packages that it needs
+from examples.demo.__main__ import SHORT, main
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,7 @@ def test_a_pattern_for_one_part_of_a_fused_layer_is_refused(folders):
         load_model(folders[0], olq.QuantConfig(method="fp8", keep=("k_proj",)))
 
 
+@pytest.mark.unaudited(reason="the load ends with an error, half way")
 def test_a_missing_tensor_is_named(folders):
     tensors = dict(read_checkpoint(folders[0]))
     del tensors["model.layers.1.self_attn.k_proj.weight"]
