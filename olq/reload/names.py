@@ -29,6 +29,7 @@ class Names:
         saved: names of kernel tensors and tags of a saved model, each with its layer.
         progress: every parameter and persistent buffer, once.
         required: those without which a load is not complete.
+        leaders: for a weight that was untied, the parameter whose arrivals it takes.
     """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -37,10 +38,12 @@ class Names:
     saved: dict[str, nn.Module] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
     required: list[Progress] = field(default_factory=list)
+    leaders: dict[Progress, Progress] = field(default_factory=dict)
 
     def names_of(self, progress: Progress) -> list[str]:
         """All names under which a parameter may arrive, that of its saved codes' tag included."""
-        names = [name for name, one in self.routes.items() if one is progress]
+        source = self.leaders.get(progress, progress)
+        names = [name for name, one in self.routes.items() if one is source]
         if isinstance(progress, QuantizedWeight):
             names.append(progress.label + online.FORMAT_SUFFIX)
         return names
@@ -135,6 +138,7 @@ def _untie(model: nn.Module, names: Names) -> None:
         follower, leader = names.routes[name], names.routes[primary]
         if isinstance(follower, QuantizedWeight):
             leader.followers.append(follower)
+            names.leaders[follower] = leader
             names.routes[name], names.aliases[name] = leader, primary
 
 
