@@ -3,16 +3,16 @@
 Parameters that are quantized stay on the meta device. A copy onto meta costs nothing, needs no memory and still tells
 exactly where the data would have gone. The counter is a dispatch mode: inside `with counter.scope(name)` each write
 onto a tracked parameter becomes an arrival (parameter, box, source), handed over when the outermost scope closes. Not
-earlier, because a loader may write twice: within one scope the last write wins.
+earlier, because a loader may write twice: within one scope the last write wins. If the scope raises, nothing arrives.
 
-What it serves beside `copy_`: `_foreach_copy_`, `fill_`, `zero_`, `index_put_`, `index_copy_`, random fills,
+What it serves beside `copy_`: `_foreach_copy_`, `fill_`, `zero_`, `index_put_`, `index_copy_`, `out=`, random fills,
 `parameter.data = x`, sources that the loader moves to the parameter's (meta) device or overwrites later, and reading
 back or transforming in place what the same scope has written. What it can't serve it refuses by name. What it can't
 see: writes by another thread than the scope's, and sources that are changed through NumPy inside a scope.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,32 +21,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from olq.errors import LoaderError, OlqError, SourceError
+from olq.reload import operators
 from olq.reload.ledger import Ledger, storage_key
+from olq.reload.operators import COPY, tensors, written
 from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_source
-from olq.reload.views import mask_boxes, overlaps_itself, resolve
+from olq.reload.region import whole
+from olq.reload.views import mask_boxes, overlaps_itself, resolve, shown
 from olq.reload.writes import Writes
 
 if TYPE_CHECKING:
     from olq.reload.region import Box
 
-aten = torch.ops.aten
-
-_COPY = aten.copy_.default
-#: Operators that replace every element of their first argument by something that no element of it enters.
-_OVERWRITES = frozenset(
-    {
-        aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.uniform_.default, aten.normal_.default,
-        aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.exponential_.default,
-    }
-)  # fmt: skip
-_FACTORIES_LIKE = frozenset(
-    {
-        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-        aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
-        aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default,
-    }
-)  # fmt: skip
-_SCATTERS = frozenset({aten.index_put_.default, aten.index_copy_.default})
 _active = threading.local()
 
 
@@ -60,36 +45,40 @@ class CopyCounter(TorchDispatchMode):
 
     Args:
         ledger: the parameters, with what is to happen to their arrivals.
-        device: where temporary tensors go that a loader makes on a parameter's (meta) device.
+        device: where temporary tensors go that a loader makes on a parameter's (meta) device; None is where the
+            first quantized weight is stored.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device | None = None) -> None:
         super().__init__()
-        self.ledger, self._device = ledger, device or torch.device("cpu")
+        self.ledger, self._device = ledger, device or ledger.device
         self._writes: dict[QuantizedWeight, Writes] = {}
         self._observed: dict[PlainParameter, list[Box]] = {}
         self._sources: set[int] = set()
         self._depth = 0
-        self._handing_over = False
+        self._paused = False
         self.name = ""
         #: The first error raised inside a scope: `load_state_dict` turns exceptions into text.
         self.error: OlqError | None = None
-        #: Copies seen since the outermost scope opened.
+        #: Writes seen since the outermost scope opened.
         self.seen = 0
 
     @contextmanager
-    def scope(self, name: str) -> Iterator["CopyCounter"]:
+    def scope(self, name: str, plains: Iterable[PlainParameter] = ()) -> Iterator["CopyCounter"]:
         """One call of a loader. Arrivals of the outermost scope are handed over when it closes without an error.
 
         Args:
             name: what is being loaded, for messages and for the report.
+            plains: parameters with memory of their own whose `data` the loader may assign to.
         """
         if self._depth:
             self._depth += 1
             try:
                 yield self
+                self._adopt(plains)
             finally:
                 self._depth -= 1
+                self._put_back(plains)
             return
         outer = active_counter()
         _active.counter, self.name, self.seen = self, name, 0
@@ -97,6 +86,7 @@ class CopyCounter(TorchDispatchMode):
         try:
             with torch.no_grad(), self:
                 yield self
+            self._adopt(plains)
             self.flush()
         except OlqError as error:
             self.error = self.error or error
@@ -105,27 +95,62 @@ class CopyCounter(TorchDispatchMode):
             self._depth = 0
             self._forget()
             _active.counter = outer
+            self._put_back(plains)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside a scope: what olq itself does to parameters and kernel tensors is nobody's write."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def flush(self, name: str | None = None) -> None:
         """Hand over what was written so far, as if the scope closed; go on under another name.
+
+        If an arrival is refused, those of the same call before it are taken back: the call may be repeated.
 
         Args:
             name: name of what comes next; None keeps the present one.
         """
         writes, observed = self._writes, self._observed
         self._forget()
-        self._handing_over = True  # operators of the quantizer are nobody's writes
+        arrived: list[tuple[Progress, Box]] = []
         try:
-            for weight, written in writes.items():
-                for box, source in written.arrivals():
-                    weight.arrive(box, source, self.name)
-            for parameter, boxes in observed.items():
-                for box in boxes:
-                    parameter.arrive(box, self.name)
-        finally:
-            self._handing_over = False
+            with self.paused():
+                for weight, mine in writes.items():
+                    for box, source in mine.arrivals():
+                        _check_memory(source, weight, self.name)
+                        weight.arrive(box, source, self.name)
+                        arrived.append((weight, box))
+                for parameter, boxes in observed.items():
+                    for box in parameter.arrive_all(boxes, self.name):
+                        arrived.append((parameter, box))
+        except BaseException:
+            for progress, box in arrived:
+                progress.retract(box, self.name)
+            raise
         if name is not None:
             self.name = name
+
+    def _adopt(self, plains: Iterable[PlainParameter]) -> None:
+        """Take the values of `parameter.data = x`, which emits no operator, and put the old memory back."""
+        for parameter in plains:
+            if self.ledger.moved(parameter):
+                with self.paused():
+                    values = parameter.put_back(self.ledger.alias(parameter))
+                    box = whole(parameter.coverage.shape)
+                    parameter.check_new(box, self.name)
+                    parameter.overwrite(values)
+                self._observed[parameter] = [box]
+                self.seen += 1
+
+    def _put_back(self, plains: Iterable[PlainParameter]) -> None:
+        """After an error: the parameters' own memory, whatever the loader assigned to their `data`."""
+        for parameter in plains:
+            if self.ledger.moved(parameter):
+                parameter.put_back(self.ledger.alias(parameter))
 
     def _forget(self) -> None:
         self._writes, self._observed, self._sources = {}, {}, set()
@@ -139,147 +164,175 @@ class CopyCounter(TorchDispatchMode):
     ) -> Any:
         """See the module's docstring."""
         kwargs = kwargs or {}
-        if self._handing_over:
+        if self._paused or func.is_view:  # type: ignore[attr-defined]
             return func(*args, **kwargs)
-        if func is _COPY:
+        if func is COPY:
             return self._copy(args[0], args[1], kwargs)
-        if func.is_view:  # type: ignore[attr-defined]
-            return func(*args, **kwargs)
-        if func is aten._foreach_copy_.default:
+        if func is operators.FOREACH_COPY:
             for target, source in zip(args[0], args[1], strict=True):
                 self._copy(target, source, {})
             return None
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
-            kwargs = self._off_meta(func, args, kwargs)
-        return self._other(func, args, kwargs)
+            kwargs = self._off_meta(args, kwargs)
+        quantized = next((t for t in tensors(args, kwargs) if self._is_quantized(t)), None)
+        if quantized is None:
+            return self._plain(func, args, kwargs)
+        if func in operators.FACTORIES_LIKE:
+            return func(*args, **{**kwargs, "device": self._device})
+        return self._on_quantized(func, args, kwargs, self._label(quantized))
 
     def _copy(self, target: Tensor, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        progress = self.ledger.find(target)
-        if progress is None:
+        if not target.numel():
+            return COPY(target, source, **kwargs)
+        owners = self.ledger.find(target)
+        if not owners:
             if target.device.type == "meta" and source.device.type != "meta":
                 raise self._refusal(
                     "a copy onto a meta tensor that belongs to no tracked parameter", "an unknown tensor"
                 )
             self._protect(target)
-            return _COPY(target, source, **kwargs)
+            return COPY(target, source, **kwargs)
         self.seen += 1
-        if not target.numel():
-            return target
-        source = self._value(source, progress)
-        try:
-            expanded = source.expand(target.shape)
-        except RuntimeError:
-            raise self._wrong_shape(progress, target, source) from None
-        if isinstance(progress, QuantizedWeight):
-            check_source(source, progress.label, self.name)
-            self._record(progress, target, expanded)
+        source = self._value(source, owners[0])
+        if source.shape != target.shape:
+            try:
+                source = source.expand(target.shape)
+            except RuntimeError:
+                raise self._wrong_shape(owners[0], target, source) from None
+        if isinstance(owners[0], QuantizedWeight):
+            self._check_view(owners[0], target)
+            check_source(source, owners[0].label, self.name)
+            self._record(owners[0], target, source)
         else:
-            self._observe(cast("PlainParameter", progress), target, lambda: _COPY(target, source, **kwargs))
+            for owner in owners:
+                cast("PlainParameter", owner).check_source(source, self.name)
+            self._protect(target)
+            self._observe(owners, target, lambda: COPY(target, source, **kwargs))
         return target
 
-    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Everything that is neither a view nor a copy."""
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if not any(self._is_quantized(t) for t in _tensors(args, kwargs)):
-            return self._plain(func, first, args, kwargs)
-        if func in _FACTORIES_LIKE:
-            return func(*args, **{**kwargs, "device": self._device})
-        if first is not None and self._is_quantized(first):
-            progress = cast("QuantizedWeight", self.ledger.find(first))
-            if func in _OVERWRITES:
-                self.seen += 1
-                self._into_buffer(progress, first, lambda into: func(into, *args[1:], **kwargs))
-                return first
-            if func in _SCATTERS:
-                self.seen += 1
-                return self._scatter(progress, func, first, args, kwargs)
-        return self._serve(func, args, kwargs)
-
-    def _plain(self, func: Any, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that touches no quantized weight."""
-        if first is None or not func._schema.is_mutable:
+        changed = list(written(func, args, kwargs))
+        for tensor in changed:
+            self._protect(tensor)
+        overwrites = func in operators.CONSTANTS | operators.RANDOM | operators.SCATTERS
+        if len(changed) != 1 or not (overwrites or operators.out_argument(func)):
             return func(*args, **kwargs)
-        self._protect(first)
-        progress = self.ledger.find(first)
-        if progress is None or func not in _OVERWRITES | _SCATTERS:
+        owners = self.ledger.find(changed[0])
+        if not owners:
             return func(*args, **kwargs)
         self.seen += 1
-        parameter = cast("PlainParameter", progress)
-        return self._observe(parameter, first, lambda: func(*args, **kwargs), _mask_call(func, args))
+        mask = operators.scatter_of_true(func, args)
+        return self._observe(owners, changed[0], lambda: func(*args, **kwargs), mask)
 
-    def _record(self, progress: QuantizedWeight, view: Tensor, source: Tensor) -> None:
+    def _on_quantized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> Any:
+        """An operator that is neither a view nor a copy, on a quantized weight."""
+        for tensor in written(func, args, kwargs):
+            self._protect(tensor)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is not None and self._is_quantized(first):
+            weight = cast("QuantizedWeight", self.ledger.find(first)[0])
+            if func in operators.CONSTANTS:
+                return self._copy(first, self._constant(weight, *args[1:]), {})
+            if func in operators.RANDOM:
+                self.seen += 1
+                self._into_memory(weight, first, lambda into: func(into, *args[1:], **kwargs))
+                return first
+            if func in operators.SCATTERS:
+                self.seen += 1
+                return self._scatter(weight, func, first, args, kwargs)
+        name = operators.out_argument(func)
+        if name is not None and isinstance(kwargs.get(name), Tensor) and self._is_quantized(kwargs[name]):
+            return self._out(func, args, kwargs, name)
+        return self._serve(func, args, kwargs, label)
+
+    def _record(self, weight: QuantizedWeight, view: Tensor, source: Tensor) -> None:
         """Keep a write onto a quantized weight until the scope closes."""
-        if overlaps_itself(view):
-            raise self._refusal("writes onto an expanded view, whose elements overlap", progress.label)
-        writes = self._writes_of(progress)
-        mappings = None if writes.buffered else resolve(progress.parameter, view)
+        writes = self._writes_of(weight)
+        mappings = resolve(weight.parameter, view)
         if mappings is None:
-            self._into_buffer(progress, view, lambda into: into.copy_(source))
+            if overlaps_itself(view):
+                raise self._refusal("writes onto an expanded view, whose elements overlap", weight.label)
+            self._into_memory(weight, view, lambda into: into.copy_(source))
             return
         for mapping in mappings:
-            progress.check_new(mapping.box, self.name)
+            weight.check_new(mapping.box, self.name)
         for mapping in mappings:
             writes.put(mapping.box, mapping.source(source))
         self._sources.add(storage_key(source))
 
     def _observe(
         self,
-        progress: PlainParameter,
+        owners: tuple[Progress, ...],
         view: Tensor,
         write: Callable[[], Any],
         mask: Callable[[Tensor], Any] | None = None,
     ) -> Any:
-        """Run a write onto a parameter with memory of its own and keep which elements it covers."""
-        mappings = resolve(progress.parameter, view) if mask is None else None
-        if mappings is None:
-            boxes = list(mask_boxes(_shown(progress.parameter, view, mask, torch.device("cpu"))))
-        else:
-            boxes = [mapping.box for mapping in mappings]
-        for box in boxes:
-            progress.check_new(box, self.name)
+        """Run a write onto parameters with memory of their own and keep which elements it covers."""
+        found: list[tuple[PlainParameter, list[Box]]] = []
+        for owner in owners:
+            mappings = resolve(owner.parameter, view) if mask is None else None
+            if mappings is None:
+                boxes = list(mask_boxes(shown(owner.parameter, view, mask, view.device)))
+            else:
+                boxes = [mapping.box for mapping in mappings]
+            for box in boxes:
+                owner.check_new(box, self.name)
+            found.append((cast("PlainParameter", owner), boxes))
+            owner.touched = True
         result = write()
-        self._observed.setdefault(progress, []).extend(boxes)
+        for parameter, boxes in found:
+            self._observed.setdefault(parameter, []).extend(boxes)
         return result
 
     def _scatter(
         self,
-        progress: QuantizedWeight,
+        weight: QuantizedWeight,
         func: Any,
         view: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """`index_put_` and `index_copy_`: run them on the buffer, and again on the mask."""
-        if any(t.device.type == "meta" for t in _tensors(args[1:], {})):
+        """`index_put_` and `index_copy_`: run them on real memory, and again on a mask."""
+        if any(t.device.type == "meta" for t in tensors(args[1:], {})):
             raise self._refusal(
-                "writes through an index or from a source that is on the meta device", progress.label
+                "writes through an index or from a source that is on the meta device", weight.label
             )
-        if func is aten.index_put_.default and (kwargs.get("accumulate") or (len(args) > 3 and args[3])):
-            raise self._refusal("accumulates into the parameter", progress.label)
-        source = 3 if func is aten.index_copy_.default else 2
-        check_source(args[source], progress.label, self.name)
-        call = list(args[1:])
-        call[source - 1] = args[source].to(progress.parameter.dtype)
-        self._into_buffer(progress, view, lambda into: func(into, *call, **kwargs), _mask_call(func, args))
+        if func is operators.aten.index_put_.default and (
+            kwargs.get("accumulate") or (len(args) > 3 and args[3])
+        ):
+            raise self._refusal("accumulates into the parameter", weight.label)
+        at = 3 if func is operators.aten.index_copy_.default else 2
+        check_source(args[at], weight.label, self.name)
+        rest = [*args[1:at], args[at].to(weight.staged_dtype(args[at].dtype)), *args[at + 1 :]]
+        mask = operators.scatter_of_true(func, args)
+        self._into_memory(weight, view, lambda into: func(into, *rest, **kwargs), mask)
         return view
 
-    def _into_buffer(
+    def _into_memory(
         self,
-        progress: QuantizedWeight,
+        weight: QuantizedWeight,
         view: Tensor,
         write: Callable[[Tensor], Any],
         mask: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        """Write through the view's strides into memory of the whole parameter, and mark what was written."""
-        buffer, written = self._writes_of(progress).buffer()
-        fresh = _shown(progress.parameter, view, mask, written.device)
-        for box in mask_boxes(fresh):
-            progress.check_new(box, self.name)
-        write(_same_view(buffer, progress.parameter, view))
-        written |= fresh
+        """Write through the view's strides into memory of the rows that it touches."""
+        self._check_view(weight, view)
+        self._writes_of(weight).through(view, write, mask, lambda box: weight.check_new(box, self.name))
 
-    def _serve(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
+        """An operator that returns its result through a quantized weight."""
+        target: Tensor = kwargs[name]
+        others = {k: v for k, v in kwargs.items() if k != name}
+        fresh = torch.empty(target.shape, dtype=target.dtype, device=self._device)
+        result = self._serve(func, args, {**others, name: fresh}, self._label(target))
+        if result.shape != target.shape:
+            raise self._wrong_shape(self.ledger.find(target)[0], target, result)
+        self._copy(target, result, {})
+        return target
+
+    def _serve(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> Any:
         """Run an operator that reads the parameter on what this scope has written."""
         served: dict[int, Tensor] = {}
 
@@ -290,12 +343,18 @@ class CopyCounter(TorchDispatchMode):
                 return value
             found = self._written(value)
             if found is None:
-                raise self._refusal("reads or changes elements that this call has not written", str(func))
+                raise self._refusal(f"reads or changes, by {func}, elements that it has not written", label)
             served[id(found)] = value
             return found
 
         result = func(*real(args), **{k: real(v) for k, v in kwargs.items()})
         return served.get(id(result), result) if isinstance(result, Tensor) else result
+
+    def _constant(self, weight: QuantizedWeight, value: Any = 0) -> Tensor:
+        """What `fill_` and `zero_` write, rounded as they would round it."""
+        if isinstance(value, Tensor):
+            return self._value(value, weight).to(weight.parameter.dtype)
+        return torch.full((), value, dtype=weight.parameter.dtype, device=self._device)
 
     def _value(self, source: Tensor, progress: Progress) -> Tensor:
         """A source with values: what this scope wrote, if the source is a tracked parameter itself."""
@@ -312,17 +371,16 @@ class CopyCounter(TorchDispatchMode):
 
     def _written(self, view: Tensor) -> Tensor | None:
         """A quantized weight's view with the values that this scope has written, or None if some are missing."""
-        progress = self.ledger.find(view)
-        if not isinstance(progress, QuantizedWeight) or progress not in self._writes:
+        owners = self.ledger.find(view)
+        if not owners or owners[0] not in self._writes:
             return None
-        buffer, written = self._writes[progress].buffer()
-        if not bool(_same_view(written, progress.parameter, view).all()):
-            return None
-        return _same_view(buffer, progress.parameter, view)
+        self._check_view(cast("QuantizedWeight", owners[0]), view)
+        return self._writes[cast("QuantizedWeight", owners[0])].read(view)
 
     def _writes_of(self, weight: QuantizedWeight) -> Writes:
         if weight not in self._writes:
-            self._writes[weight] = Writes(weight.parameter, weight.device)
+            dtype = weight.staged_dtype(weight.parameter.dtype)
+            self._writes[weight] = Writes(weight.parameter, dtype, weight.device)
         return self._writes[weight]
 
     def _protect(self, target: Tensor) -> None:
@@ -333,14 +391,26 @@ class CopyCounter(TorchDispatchMode):
                 writes.snapshot(key)
             self._sources.discard(key)
 
-    def _off_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _off_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keep values that a loader sends to the parameter's device, which is meta, where they are."""
         source = args[0] if args and isinstance(args[0], Tensor) else None
         device = source.device if source is not None and source.device.type != "meta" else self._device
         return {**kwargs, "device": device}
 
     def _is_quantized(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "meta" and isinstance(self.ledger.find(tensor), QuantizedWeight)
+        if tensor.device.type != "meta":
+            return False
+        owners = self.ledger.find(tensor)
+        return bool(owners) and isinstance(owners[0], QuantizedWeight)
+
+    def _label(self, tensor: Tensor) -> str:
+        return self.ledger.find(tensor)[0].label
+
+    def _check_view(self, weight: QuantizedWeight, view: Tensor) -> None:
+        if view.dtype != weight.parameter.dtype:
+            raise self._refusal(
+                f"uses the parameter's bits as {view.dtype}, by a view of another dtype", weight.label
+            )
 
     def _refusal(self, found: str, where: str) -> LoaderError:
         return LoaderError(
@@ -357,42 +427,17 @@ class CopyCounter(TorchDispatchMode):
             where=f"{progress.label}, from {self.name!r}",
             found=f"a source of shape {list(source.shape)}, {source.dtype}",
             need=f"shape {list(target.shape)}, or one that broadcasts to it",
-            remedy="check that checkpoint and model agree, and that the loader slices the source as it slices the parameter",
+            remedy="check that checkpoint and model agree, and that the loader slices both alike",
         )
 
 
-def _same_view(tensor: Tensor, parameter: Tensor, view: Tensor) -> Tensor:
-    """The view of `tensor` that `view` is of `parameter`; both dense with the same strides."""
-    return tensor.as_strided(view.shape, view.stride(), view.storage_offset() - parameter.storage_offset())
-
-
-def _shown(
-    parameter: Tensor, view: Tensor, write: Callable[[Tensor], Any] | None, device: torch.device
-) -> Tensor:
-    """Mask, of the parameter's shape and strides, of what a write onto `view` covers."""
-    mask = torch.empty_strided(parameter.shape, parameter.stride(), dtype=torch.bool, device=device).fill_(
-        False
-    )
-    part = _same_view(mask, parameter, view)
-    if write is None:
-        part.fill_(True)
-    else:
-        write(part)
-    return mask
-
-
-def _mask_call(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Any] | None:
-    """A scattering write, repeated with True for its values."""
-    if func is aten.index_put_.default:
-        return lambda shown: func(shown, args[1], torch.tensor(True, device=shown.device))
-    if func is aten.index_copy_.default:
-        return lambda shown: func(shown, args[1], args[2], torch.ones_like(args[3], dtype=torch.bool))
-    return None
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, Tensor))
+def _check_memory(source: Tensor, weight: QuantizedWeight, name: str) -> None:
+    """Raise if a loader freed a source after copying from it: the copy was still to be taken."""
+    if source.numel() and not source.untyped_storage().nbytes():
+        raise LoaderError(
+            "A source was freed before its loader returned.",
+            where=f"{weight.label}, while loading {name!r}",
+            found="a source whose storage was resized to nothing",
+            need="sources that keep their memory until the loader returns",
+            remedy="free the source after the loader has returned",
+        )

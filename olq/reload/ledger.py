@@ -1,10 +1,13 @@
 """Which tensor belongs to which parameter: found by storage, since views keep it and names change."""
 
 from collections.abc import Iterable
+from threading import Lock
 
+import torch
 from torch import Tensor
 
-from olq.reload.progress import Progress
+from olq.reload.progress import Progress, QuantizedWeight
+from olq.reload.views import span
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -13,7 +16,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class Ledger:
-    """The parameters of a load, by storage.
+    """The parameters of a load, by storage. Threads may share it.
 
     `data_ptr` is 0 on the meta device and ids of freed storages come back, so the ledger holds an alias of each
     parameter as it was when the load began.
@@ -23,31 +26,42 @@ class Ledger:
     """
 
     def __init__(self, progress: Iterable[Progress] = ()) -> None:
-        self._by_storage: dict[int, list[tuple[int, int, Progress]]] = {}
+        self._by_storage: dict[int, tuple[tuple[int, int, Progress], ...]] = {}
         self._aliases: dict[int, Tensor] = {}
+        self._lock = Lock()
+        self._first: QuantizedWeight | None = None
         for one in progress:
             self.add(one)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first quantized weight is stored; CPU if there is none."""
+        return self._first.device if self._first is not None else torch.device("cpu")
 
     def add(self, progress: Progress) -> None:
         """Track a parameter. A second time changes nothing."""
         if id(progress) in self._aliases:
             return
-        alias = progress.parameter.detach()
-        self._aliases[id(progress)] = alias
-        first = last = int(alias.storage_offset())
-        if alias.numel():
-            last += sum((int(n) - 1) * int(s) for n, s in zip(alias.shape, alias.stride(), strict=True))
-        self._by_storage.setdefault(storage_key(alias), []).append((first, last, progress))
+        with self._lock:
+            if id(progress) in self._aliases:
+                return
+            alias = progress.parameter.detach()
+            key = storage_key(alias)
+            if alias.numel():
+                self._by_storage[key] = (*self._by_storage.get(key, ()), (*span(alias), progress))
+            if self._first is None and isinstance(progress, QuantizedWeight):
+                self._first = progress
+            self._aliases[id(progress)] = alias
 
-    def find(self, tensor: Tensor) -> Progress | None:
-        """The parameter that a view belongs to, or None."""
+    def find(self, tensor: Tensor) -> tuple[Progress, ...]:
+        """The parameters that a view may show elements of: one, unless several lie in one flat storage."""
         found = self._by_storage.get(storage_key(tensor))
-        if found is None:
-            return None
+        if found is None or not tensor.numel():
+            return ()
         if len(found) == 1:
-            return found[0][2]
-        offset = tensor.storage_offset()  # several parameters in one flat buffer
-        return next((one for first, last, one in found if first <= offset <= last), None)
+            return (found[0][2],)
+        first, last = span(tensor)
+        return tuple(one for start, stop, one in found if start < last and first < stop)
 
     def alias(self, progress: Progress) -> Tensor:
         """The parameter's memory as it was when the load began."""
@@ -56,4 +70,9 @@ class Ledger:
     def moved(self, progress: Progress) -> bool:
         """Whether somebody gave the parameter other memory, as `parameter.data = x` does without any operator."""
         alias, parameter = self._aliases[id(progress)], progress.parameter
-        return storage_key(alias) != storage_key(parameter) or alias.shape != parameter.shape
+        return (
+            alias.data_ptr() != parameter.data_ptr()
+            or alias.stride() != parameter.stride()
+            or alias.shape != parameter.shape
+            or alias.dtype != parameter.dtype
+        )

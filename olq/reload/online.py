@@ -9,6 +9,7 @@ whether the kernel tensors exist already.
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from olq.methods.state import LayerState, find_state
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.move import guard_moves
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape
 from olq.reload.region import whole
 from olq.reload.stage import Meter
 
@@ -43,6 +44,9 @@ class LayerLoad:
         state = cast("LayerState", find_state(layer))
         self.meter = meter or Meter()
         self.measure = measure
+        self._scanning = Lock()
+        #: Whether the layer could be called when this load began.
+        self.was_live = state.live
         method = cast("QuantMethod", layer.quant_method)
         self.weights = {
             name: QuantizedWeight(
@@ -78,16 +82,17 @@ class LayerLoad:
 
     def scan(self, layer: nn.Module, state: LayerState) -> None:
         """Take in parameters that were registered after the load began, such as a bias after `create_weights`."""
-        for name, parameter in layer._parameters.items():
-            if parameter is None or name in self.weights or name in self.plains:
-                continue
-            if any(parameter is tensor for tensor in state.kernel.values()):
-                continue
-            if parameter.device.type != "meta":
-                self.plains[name] = PlainParameter(_join(state.label, name), parameter)
-                self.ledger.add(self.plains[name])
-                self.late.append(self.plains[name])
-                wrap_loader(layer, name, parameter)
+        with self._scanning:
+            for name, parameter in layer._parameters.items():
+                if parameter is None or name in self.weights or name in self.plains:
+                    continue
+                if any(parameter is tensor for tensor in state.kernel.values()):
+                    continue
+                if parameter.device.type != "meta":
+                    self.plains[name] = PlainParameter(_join(state.label, name), parameter)
+                    self.ledger.add(self.plains[name])
+                    self.late.append(self.plains[name])
+                    wrap_loader(layer, name, parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied layer opens its own load."""
@@ -125,7 +130,7 @@ class WrappedLoader:
         else:
             for progress in load.progress():
                 counter.ledger.add(progress)
-        with counter.scope(_call_name(state.label, self.name, args, kwargs)):
+        with counter.scope(_call_name(state.label, self.name, args, kwargs), load.plains.values()):
             return self._run(parameter, *args, **kwargs)
 
     def _load(self, state: LayerState) -> LayerLoad:
@@ -145,9 +150,11 @@ class WrappedLoader:
         if self.loader is not None:
             return self.loader(parameter, *args, **kwargs)
         (source,) = args
-        return parameter.copy_(
-            source.reshape(parameter.shape) if source.numel() == parameter.numel() == 1 else source
-        )
+        load: LayerLoad = cast("LayerState", find_state(self.layer)).open
+        progress = load.weights.get(self.name) or load.plains.get(self.name)
+        if progress is not None:
+            check_shape(source, progress, self.name)
+        return parameter.copy_(source.reshape(parameter.shape))
 
 
 def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = False) -> LayerLoad:
@@ -168,11 +175,11 @@ def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = 
             layer._buffers.pop(name + FORMAT_SUFFIX, None)
             layer._non_persistent_buffers_set.discard(name + FORMAT_SUFFIX)
         _replace(layer._parameters, names, dict(state.load_parameters))
+    state.open = LayerLoad(layer, meter=meter, measure=measure)
     state.live = False
     for name, parameter in state.load_parameters.items():
         wrap_loader(layer, name, parameter)
         parameter.__class__ = _guarded(type(parameter))
-    state.open = LayerLoad(layer, meter=meter, measure=measure)
     guard_moves(layer)
     return state.open
 
@@ -244,12 +251,22 @@ def give_tensor(state: LayerState, weight_name: str, suffix: str, tensor: Tensor
         state.kernel.pop(weight_name + suffix, None)
 
 
-def abort(layer: nn.Module) -> None:
-    """Drop what has arrived. The layer is not callable until a load of all of it commits."""
+def abort(layer: nn.Module, *, untouched: bool = False) -> None:
+    """Drop what has arrived.
+
+    Args:
+        layer: open, or not.
+        untouched: nothing of the model has been written, so that a layer that was live goes live again, as it was.
+            Otherwise it is not callable until a load of all of it commits.
+    """
     state = cast("LayerState", find_state(layer))
-    if state.open is not None:
-        for weight in state.open.weights.values():
-            weight.discard()
+    if state.open is None:
+        return
+    for weight in state.open.weights.values():
+        weight.discard()
+    if untouched and state.open.was_live:
+        install(layer)
+        state.generation -= 1
     state.open = None
 
 

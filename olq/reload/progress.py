@@ -5,7 +5,7 @@ are quantized straight from the source, and a rest, which is staged until its un
 in high precision has been written already; only its coverage is kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import RLock
 from typing import cast
 
@@ -20,6 +20,10 @@ from olq.reload.region import Box, Coverage, boxes, describe, intersect, size, s
 from olq.reload.stage import Meter, Stage
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+#: Dtypes of quantized weights, which mean nothing without their scales.
+CODES = (
+    torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+)  # fmt: skip
 
 
 class Progress:
@@ -34,6 +38,8 @@ class Progress:
         self.label, self.parameter = label, parameter
         self.coverage = Coverage(parameter.shape)
         self.arrivals = 0
+        #: Whether its memory, or its kernel tensors, may have been written in this load.
+        self.touched = False
         #: Quantized weights that take every write to this parameter too (a quantized head tied to an embedding).
         self.followers: list[QuantizedWeight] = []
         self._lock = RLock()
@@ -53,6 +59,18 @@ class Progress:
                 need="each element once a load",
                 remedy="remove the duplicate from the source, or start another load to replace the weights",
             )
+
+    def retract(self, box: Box, name: str) -> None:
+        """Take an arrival back, because another one of the same call failed: the call may be repeated.
+
+        Args:
+            box: arrived in this call, as `name`.
+            name: what it was called.
+        """
+        with self._lock:
+            self.coverage.remove(box)
+            for follower in self.followers:
+                follower.retract(box, name)
 
     def holds(self, source: Tensor) -> bool:
         """Whether the parameter is what `source` would make it."""
@@ -80,12 +98,37 @@ class PlainParameter(Progress):
             box: elements that were written. Those written earlier in the same call are not counted again.
             name: under which name.
         """
+        self.arrive_all([box], name)
+
+    def arrive_all(self, written: Sequence[Box], name: str) -> list[Box]:
+        """Record the writes of one call, or none of them if a follower refuses its values.
+
+        Returns:
+            The elements that are new, as disjoint boxes.
+
+        Raises:
+            CoverageError: another thread wrote the same elements meanwhile.
+        """
         with self._lock:
+            for box in written:
+                self.check_new(box, name)
             self.arrivals += 1
-            new = self.coverage.add(box, name)
-            for part in (part for product in new if self.followers for part in boxes(product)):
+            new = [
+                part for box in written for product in self.coverage.add(box, name) for part in boxes(product)
+            ]
+            done: list[tuple[QuantizedWeight, Box]] = []
+            try:
                 for follower in self.followers:
-                    follower.arrive(part, self.parameter.detach()[slices(part)], name)
+                    for part in new:
+                        follower.arrive(part, self.parameter.detach()[slices(part)], name)
+                        done.append((follower, part))
+            except BaseException:
+                for follower, part in done:
+                    follower.retract(part, name)
+                for part in new:
+                    self.coverage.remove(part)
+                raise
+            return new
 
     def copy(self, box: Box, source: Tensor, name: str) -> None:
         """Write `source` and record it.
@@ -93,23 +136,51 @@ class PlainParameter(Progress):
         Raises:
             CoverageError: an element arrived before.
         """
+        self.check_source(source, name)
         with self._lock, torch.no_grad():
             self.check_new(box, name)
+            self.touched = True
             self.parameter.detach()[slices(box)].copy_(source)
             self.arrive(box, name)
+
+    def check_source(self, source: Tensor, name: str) -> None:
+        """Raise `SourceError` if a float parameter would take codes of a quantized tensor for values."""
+        if (
+            source.dtype in CODES
+            and self.parameter.dtype.is_floating_point
+            and self.parameter.dtype.itemsize > 1
+        ):
+            raise _source_error(source, self.label, name, FLOATS)
 
     def holds(self, source: Tensor) -> bool:
         """Whether the parameter has the values of `source`, rounded to its dtype."""
         mine = self.parameter.detach()
         return mine.shape == source.shape and _same_bytes(mine, source.to(mine.device, mine.dtype))
 
-    def take_back(self, memory: Tensor) -> None:
-        """Move values that somebody put into other memory back to the parameter's own, whose address is known."""
+    def put_back(self, memory: Tensor) -> Tensor:
+        """Give the parameter its own memory again after a `parameter.data = x`. Nothing is copied.
+
+        Args:
+            memory: an alias of what it had, at the address that is known.
+
+        Returns:
+            The values that it had been given.
+        """
+        values = self.parameter.data
+        self.parameter.data = memory
+        return values
+
+    def overwrite(self, values: Tensor) -> None:
+        """Copy values that came by `parameter.data = x`, without recording them.
+
+        Raises:
+            SourceError: another shape, or codes of a quantized tensor.
+        """
+        check_shape(values, self, "parameter.data = ...")
+        self.check_source(values, "parameter.data = ...")
+        self.touched = True
         with torch.no_grad():
-            memory.copy_(self.parameter)
-            self.parameter.data = memory
-        if not self.coverage.count:
-            self.arrive(whole(memory.shape), "parameter.data = ...")
+            self.parameter.detach().copy_(values)
 
 
 class QuantizedWeight(Progress):
@@ -145,6 +216,7 @@ class QuantizedWeight(Progress):
         self._meter = meter
         self._stages: dict[tuple[tuple[int, ...], int], Stage] = {}
         self._live = tensors
+        self._units_left = 0  # arrivals of staged units at the method
         self._broken = ""
         self._padded = False
 
@@ -166,12 +238,25 @@ class QuantizedWeight(Progress):
         with self._lock, torch.no_grad():
             self._check_whole(name)
             self.check_new(box, name)
+            self.touched = True
             self.prepare_tensors()
             self.arrivals += 1
-            self._cut_by_part(box, source, name)
+            left = self._units_left
+            try:
+                self._cut_by_part(box, source, name)
+                for follower in self.followers:
+                    follower.arrive(box, source, name)
+            except BaseException:
+                if self._units_left != left:  # other arrivals' elements of these units were in the stage only
+                    self._broken = name
+                raise
             self.coverage.add(box, name)
-            for follower in self.followers:
-                follower.arrive(box, source, name)
+
+    def retract(self, box: Box, name: str) -> None:
+        """Take an arrival back. What it may have completed in the stage can't be taken back."""
+        super().retract(box, name)
+        if self._units_left:
+            self._broken = name
 
     def holds(self, source: Tensor) -> bool:
         """Whether the stored bytes are those that `source` would be stored as. Needs the kernel tensors once more."""
@@ -256,12 +341,13 @@ class QuantizedWeight(Progress):
                     height,
                     width,
                     self.plan.unit_of(part),
-                    dtype=self._stage_dtype(source),
+                    dtype=self.staged_dtype(source.dtype),
                     device=self.device,
                     meter=self._meter,
                 )
             fixed = tuple(slice(i, i + 1) for i in at)
             for ready in stage.write(rows, columns, matrix):
+                self._units_left += 1
                 elements = ready.elements[(None,) * len(at)]
                 try:
                     self._quantize(Target(fixed, part, ready.rows, ready.columns), elements, name)
@@ -270,9 +356,10 @@ class QuantizedWeight(Progress):
                     raise
             self.staged_elements += matrix.numel()
 
-    def _stage_dtype(self, source: Tensor) -> torch.dtype:
+    def staged_dtype(self, source: torch.dtype) -> torch.dtype:
+        """What a copy of a source is rounded to: the parameter's dtype, or at least float32 if precision is kept."""
         keep = getattr(self.method.params, "source_precision", "parameter") == "keep"
-        return torch.promote_types(source.dtype, torch.float32) if keep else self.plan.dtype
+        return torch.promote_types(source, torch.float32) if keep else self.plan.dtype
 
     def _quantize(self, target: Target, source: Tensor, name: str) -> None:
         if not self.method.quantize_(source, self.tensors, self.plan, target):
@@ -310,18 +397,36 @@ class QuantizedWeight(Progress):
 
 def check_source(source: Tensor, label: str, name: str) -> None:
     """Raise `SourceError` unless `source` is a plain float tensor with memory."""
-    if source.dtype in FLOATS and source.device.type != "meta":
-        return
+    if source.dtype not in FLOATS or source.device.type == "meta":
+        raise _source_error(source, label, name, FLOATS)
+
+
+def check_shape(source: Tensor, progress: Progress, name: str) -> None:
+    """Raise `SourceError` unless `source` has the parameter's shape, or both have one element."""
+    parameter = progress.parameter
+    if source.shape != parameter.shape and not source.numel() == parameter.numel() == 1:
+        raise SourceError(
+            "A tensor does not have its parameter's shape.",
+            where=f"{progress.label}, from {name!r}",
+            found=f"shape {list(source.shape)}, {source.dtype}",
+            need=f"shape {list(parameter.shape)}",
+            remedy="check that checkpoint and model agree; slice fused or sharded tensors before feeding them",
+        )
+
+
+def _source_error(source: Tensor, label: str, name: str, need: Sequence[torch.dtype]) -> SourceError:
     if source.device.type == "meta":
         found, remedy = "a tensor on the meta device: it has no values", "feed tensors that are in memory"
-    else:
+    elif source.dtype in CODES:
         found = f"{source.dtype}, which looks already quantized or packed"
         remedy = "feed the full-precision weight; quantized tensors load by their own names, scales included"
-    raise SourceError(
-        "This tensor can't be the source of a weight that is quantized while it loads.",
+    else:
+        found, remedy = f"{source.dtype}, which is no weight", "feed the full-precision weight"
+    return SourceError(
+        "This tensor can't be the source of a full-precision weight.",
         where=f"{label}, from {name!r}",
         found=found,
-        need=f"one of {', '.join(str(d) for d in FLOATS)}, with values",
+        need=f"one of {', '.join(str(d) for d in need)}, with values",
         remedy=remedy,
     )
 

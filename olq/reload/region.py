@@ -145,6 +145,13 @@ class Coverage:
             self._insert(piece, name)
         return fresh
 
+    def remove(self, box: Box) -> None:
+        """Take a box's elements out again."""
+        gone = masks(box)
+        left = [(piece, name) for product, name in self._products for piece in subtract(product, gone)]
+        self._products = left
+        self.count = sum(prod(bits.bit_count() for bits in product) for product, _ in left)
+
     def missing(self, limit: int = 4) -> list[Box]:
         """Some boxes that have not arrived: the first `limit` of a disjoint cut of them."""
         left = [masks(whole(self.shape))] if self.total else []

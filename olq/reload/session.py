@@ -8,18 +8,19 @@ A first load and a reload are the same; on a reload the kernel tensors exist and
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
 
 from olq import patterns
-from olq.errors import CoverageError, SourceError, StateError, UnknownNameError
+from olq.errors import CoverageError, StateError, UnknownNameError
 from olq.reload import online
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import Names, collect, near
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape
 from olq.reload.region import whole
 from olq.reload.reporting import build_report
 from olq.reload.sources import Source, Weights, open_source
@@ -182,10 +183,20 @@ class Session:
         return CopyCounter(self._ledger)
 
     def abort(self) -> None:
-        """Give up. Quantized layers can't be called until a load of all of them commits."""
+        """Give up.
+
+        If nothing has been written yet, a model that was live is live again, as it was. Otherwise its quantized
+        layers can't be called until a load of all of them commits.
+        """
         self._need("open", "abort")
-        for layer in self.names.layers.values():
-            online.abort(layer)
+        for progress in self.names.progress:
+            if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
+                progress.put_back(self._ledger.alias(progress))
+        layers = self.names.layers.values()
+        untouched = not any(progress.touched for progress in self.names.progress)
+        untouched = untouched and not any(online.load_of(layer).restored for layer in layers)
+        for layer in layers:
+            online.abort(layer, untouched=untouched)
         self._state = "aborted"
 
     def _feed(self, name: str, progress: Progress, tensor: Tensor, loader_args: tuple[Any, ...]) -> None:
@@ -194,23 +205,18 @@ class Session:
             loader = None
         if loader is not None:
             counter = active_counter() or self.counter()
-            with counter.scope(name):
+            with counter.scope(name, [progress] if isinstance(progress, PlainParameter) else ()):
                 loader(progress.parameter, tensor, *loader_args)
             return
-        if tensor.shape != progress.parameter.shape and not tensor.numel() == progress.parameter.numel() == 1:
-            raise SourceError(
-                "A tensor does not have its parameter's shape.",
-                where=f"{progress.label}, from {name!r}",
-                found=f"shape {list(tensor.shape)}, {tensor.dtype}",
-                need=f"shape {list(progress.parameter.shape)}",
-                remedy="check that checkpoint and model agree; slice fused or sharded tensors before feeding them",
-            )
+        check_shape(tensor, progress, name)
         tensor = tensor.reshape(progress.parameter.shape)
         box = whole(progress.parameter.shape)
-        if isinstance(progress, QuantizedWeight):
-            progress.arrive(box, tensor, name)
-        elif isinstance(progress, PlainParameter):
-            progress.copy(box, tensor, name)
+        counter = active_counter()
+        with nullcontext() if counter is None else counter.paused():
+            if isinstance(progress, QuantizedWeight):
+                progress.arrive(box, tensor, name)
+            elif isinstance(progress, PlainParameter):
+                progress.copy(box, tensor, name)
 
     def _compare_alias(self, name: str, primary: str, progress: Progress, tensor: Tensor) -> None:
         """A tied parameter under its second name: equal bytes say nothing new, others are a contradiction."""
@@ -257,23 +263,17 @@ class Session:
 
     def _named(self, source: Source, counter: CopyCounter) -> Iterator[tuple[str, Tensor]]:
         """The source's items; what a loader writes before it asks for the next one belongs to the last name."""
-        previous: str | None = None
         for name, tensor in source.items:
-            self._close_name(source, counter, previous, name)
-            previous = name
+            counter.flush(name)
+            counter.seen = 0
             count = tensor.numel() * tensor.element_size()
             yield name, tensor
             del tensor
             self._done_bytes += count
-        self._close_name(source, counter, previous, source.where)
-
-    def _close_name(self, source: Source, counter: CopyCounter, previous: str | None, following: str) -> None:
-        if previous is not None and not counter.seen:
-            self._surplus[previous] = "the model's load_weights wrote nothing for it"
-        counter.flush(following)
-        counter.seen = 0
-        if previous is not None:
-            self._report_progress(source, previous)
+            if not counter.seen:
+                self._surplus[name] = "the model's load_weights wrote nothing for it"
+            counter.flush(source.where)  # before the source moves on: it may use the memory again
+            self._report_progress(source, name)
 
     def _report_progress(self, source: Source, name: str) -> None:
         if self._progress is not None:
@@ -283,7 +283,9 @@ class Session:
         """Parameters with memory of their own that somebody gave other memory: copy back, keep the address."""
         for progress in self.names.progress:
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
-                progress.take_back(self._ledger.alias(progress))
+                progress.overwrite(progress.put_back(self._ledger.alias(progress)))
+                if not progress.coverage.count:
+                    progress.arrive(whole(progress.coverage.shape), "parameter.data = ...")
 
     def _need(self, state: str, call: str) -> None:
         if self._state != state:
