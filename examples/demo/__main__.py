@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     a, b = args.model / "checkpoint_a", args.model / "checkpoint_b"
     methods = {name: METHODS[name] for name in SHORT} if args.short else METHODS
-    new_tokens = 20 if args.short else 60
+    new_tokens = 20 if args.short else 40
 
     tokenizer = load_tokenizer(a)
     prompt = tokenizer.encode(PROMPT).ids
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row, models[name] = measure(name, quant, a, work)
         rows.append(row)
     model = models[SHOWN]
-    written = generate(model, prompt, max_new_tokens=new_tokens, temperature=0.5, top_p=0.9)
+    written = generate(model, prompt, max_new_tokens=60, temperature=0.5, top_p=0.9)
     text = tokenizer.decode(list(written))
     reloaded = reload(model, SHOWN_QUANT, b, texts=texts, stage=bar.stage)
     plot = args.out / "memory.png"
