@@ -221,17 +221,22 @@ def test_a_package_cant_take_a_name_that_is_registered(registry: Registry[type],
         assert caught.value.found == "olq.BuiltIn and entry point 'fp8 = taker_pkg:Mine' of taker_pkg 1.0"
 
 
-def test_entry_points_are_read_once(
+def test_entry_points_are_listed_once_and_loaded_once(
     registry: Registry[type], package: Package, monkeypatch: pytest.MonkeyPatch
 ):
     package("good_pkg", "class Good: ...", good="good_pkg:Good")
     calls = []
 
-    def count(*, group: str) -> list[EntryPoint]:
-        calls.append(group)
-        return [EntryPoint("good", "good_pkg:Good", group)]
+    class Counted(EntryPoint):
+        def load(self) -> object:
+            calls.append("load")
+            return super().load()
 
-    monkeypatch.setattr("olq.registry.entry_points", count)
+    def listed(*, group: str) -> list[EntryPoint]:
+        calls.append("list")
+        return [Counted("good", "good_pkg:Good", group)]
+
+    monkeypatch.setattr("olq.registry.entry_points", listed)
     for _ in range(100):
         assert registry["good"].__name__ == "Good"
-    assert calls == [GROUP]
+    assert calls == ["list", "load"]

@@ -163,8 +163,9 @@ def test_a_rule_and_keep_for_the_same_layer_contradict_each_other():
 
 def test_a_rule_that_keeps_and_keep_do_not_contradict_each_other():
     rules = (Rule(match="o_proj", method="keep"), nvfp4("*_proj"))
-    made = methods(QuantConfig(rules=rules, keep=("re:.*o_proj",)))
-    assert made["model.layers.0.self_attn.o_proj"] is None
+    config = QuantConfig(rules=rules, keep=("re:.*o_proj",))
+    assert methods(config)["model.layers.0.self_attn.o_proj"] is None
+    assert resolve(config).decisions[2].reason == "keep[0] 're:.*o_proj' matches the name"
 
 
 def test_a_rule_for_one_part_and_keep_for_the_fused_name_contradict_each_other():
