@@ -4,7 +4,7 @@
 #   make test      the test suite                       make test ARGS="tests/layout -k swizzle"
 #   make test-gpu  the tests that need a CUDA device
 #   make check     lint, types, import layers, spelling, docs with warnings as errors
-#   make bench     throughput and memory, measured here
+#   make bench     quantization on this CPU against a copy and against torchao: time and scratch
 #   make docs      HTML pages in docs/_build/html
 #   make format    rewrite the code in the project's format
 #   make clean     remove what these commands made, environments included
@@ -85,7 +85,7 @@ docs: $(call with,docs)
 	@echo "docs/_build/html/index.html"
 
 bench: $(call with,bench)
-	$(PY) -m benchmarks.run $(ARGS)
+	$(PY) -m benchmarks.quantize_cpu --require-peers $(ARGS)
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .
