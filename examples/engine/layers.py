@@ -41,6 +41,7 @@ class Linear(nn.Module):
             dtype=dtype,
             weight_loader=self.weight_loader,
             label=label,
+            reason=decision.reason,
         )
 
     def weight_loader(self, param: Tensor, loaded: Tensor, part: str) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from olq.alloc import TensorSpec
 from olq.errors import ConfigError, LayoutError
+from olq.methods.move import LOAD_DTYPES, guard_moves
 from olq.methods.state import find_state, make_state, require_live
 
 #: Elements that a forward on the reference path decodes at once (float32: 16 MiB).
@@ -198,6 +199,7 @@ class QuantMethod(ABC):
         device: torch.device | str | None = None,
         name: str = "weight",
         label: str = "",
+        reason: str = "",
     ) -> nn.Parameter:
         """Register the load-format parameter of an engine's layer: right shape and dtype, on the meta device.
 
@@ -212,6 +214,7 @@ class QuantMethod(ABC):
             device: where the kernel tensors will live; None is torch's default device (CPU under "meta").
             name: the parameter's name; kernel tensors are called `name`, `name_scale`, ...
             label: full path of the layer, for messages; `olq.load` fills it in where it is empty.
+            reason: why the layer has this method, for the report: `decision.reason` of a `Resolver`.
 
         Returns:
             The parameter. It needs no memory.
@@ -233,7 +236,8 @@ class QuantMethod(ABC):
             state = make_state(layer, target, label)
             state.plans[name] = self.plan(geometry, dtype)
             state.load_parameters[name] = parameter
-            state.live = False
+            state.live, state.reason = False, reason
+            guard_moves(layer)
         return parameter
 
     def _make_parameter(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -246,7 +250,7 @@ class QuantMethod(ABC):
 
         Args:
             layer: a live layer with this method's kernel tensors.
-            x: [..., K]. Weights are decoded to its dtype.
+            x: [..., K]. Weights are decoded to its dtype (float64: through float32).
             bias: [N] or None.
             name: the weight, where a layer has several.
 
@@ -260,9 +264,11 @@ class QuantMethod(ABC):
         plan = plan_of(layer, name)
         tensors = kernel_tensors(layer, name, plan)
         outputs = []
+        decoded = x.dtype if x.dtype in LOAD_DTYPES else torch.float32
         for target in bands(plan):
-            w = x.new_empty(len(target.rows), len(target.columns))
+            w = torch.empty(len(target.rows), len(target.columns), dtype=decoded, device=x.device)
             self.dequantize_(w, tensors, plan, target)
+            w = w.to(x.dtype)
             start = plan.geometry.starts[target.part] + target.rows.start
             outputs.append(
                 functional.linear(x, w, None if bias is None else bias[start : start + len(target.rows)])
@@ -321,7 +327,7 @@ def format_tag(method: QuantMethod, geometry: Geometry, dtype: torch.dtype, **la
 
 def _check_geometry(geometry: Geometry, dtype: torch.dtype, where: str) -> None:
     if (
-        dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        dtype not in LOAD_DTYPES
         or min((*geometry.shape, *geometry.parts), default=0) < 0
     ):
         raise LayoutError(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Name of the attribute that holds a `LayerState`.
 ATTRIBUTE = "quant_state"
+#: Buffer of a live layer that says, as JSON in UTF-8, what its kernel tensors mean: the weight's name and this.
+FORMAT_SUFFIX = "_format"
 
 
 @dataclass
@@ -27,6 +29,7 @@ class LayerState:
         load_parameters: the load-format Parameter objects, kept for the layer's life so that their attributes
             (loaders, subclass, marks of the engine) survive every reload.
         kernel: kernel tensors by name while they are not installed, that is between begin and commit.
+        tags: what the kernel tensors mean, by buffer name, while they are not installed: they keep addresses too.
         live: True from a commit to the next begin; a forward is legal only then.
         generation: number of commits; anything derived from the weights can compare it.
         method: the method's name, and `reason` why this layer has it.
@@ -38,6 +41,7 @@ class LayerState:
     plans: dict[str, "WeightPlan"] = field(default_factory=dict)
     load_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     kernel: dict[str, Tensor] = field(default_factory=dict)
+    tags: dict[str, Tensor] = field(default_factory=dict)
     live: bool = False
     generation: int = 0
     reason: str = ""
@@ -45,20 +49,13 @@ class LayerState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
         """Copy for a copied layer. Parameters keep their class and attributes, which torch's own copy drops."""
-        if self.open is not None and self.open.started:
-            raise StateError(
-                "A layer can't be copied while its weights are arriving.",
-                where=self.label,
-                found="a running load",
-                need="a layer before its first weight or after its commit",
-                remedy="finish or abort the load first",
-            )
+        self._check_at_rest()
         twin = LayerState(
             self.device, self.label, live=self.live, generation=self.generation, reason=self.reason
         )
         memo[id(self)] = twin
         twin.plans = dict(self.plans)
-        twin.kernel = copy.deepcopy(self.kernel, memo)
+        twin.kernel, twin.tags = copy.deepcopy(self.kernel, memo), copy.deepcopy(self.tags, memo)
         for name, parameter in self.load_parameters.items():
             clone = memo.get(id(parameter))
             if clone is None:
@@ -69,6 +66,34 @@ class LayerState:
             twin.load_parameters[name] = cast("nn.Parameter", clone)
         twin.open = copy.deepcopy(self.open, memo)
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: parameters with their classes beside them, which torch's own pickling drops."""
+        self._check_at_rest()
+        classes = {name: _plain_class(parameter) for name, parameter in self.load_parameters.items()}
+        return {**vars(self), "open": None, "classes": classes}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        """Give the parameters their classes back."""
+        classes = pickled.pop("classes")
+        vars(self).update(pickled)
+        for name, parameter in self.load_parameters.items():
+            parameter.__class__ = classes[name]
+
+    def _check_at_rest(self) -> None:
+        if self.open is not None and self.open.started:
+            raise StateError(
+                "A layer can't be copied or pickled while its weights are arriving.",
+                where=self.label,
+                found="a running load",
+                need="a layer before its first weight or after its commit",
+                remedy="finish or abort the load first",
+            )
+
+
+def _plain_class(parameter: nn.Parameter) -> type:
+    """The class that a parameter has outside of a load."""
+    return getattr(type(parameter), "_olq_plain", None) or type(parameter)
 
 
 def find_state(layer: nn.Module) -> LayerState | None:

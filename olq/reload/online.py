@@ -16,19 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError, LoaderError, StateError
-from olq.methods.state import LayerState, find_state
+from olq.methods.move import guard_moves
+from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
-from olq.reload.move import guard_moves
 from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape
 from olq.reload.region import whole
 from olq.reload.stage import Meter
 
 if TYPE_CHECKING:
     from olq.methods.base import QuantMethod
-
-#: Buffer of a live layer that says, as JSON in UTF-8, what its kernel tensors mean.
-FORMAT_SUFFIX = "_format"
 
 
 class LayerLoad:
@@ -172,7 +169,7 @@ def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = 
         names = [name + suffix for name, plan in state.plans.items() for suffix in plan.tensors]
         state.kernel = {name: cast("Tensor", layer._parameters[name]) for name in names}
         for name in state.plans:
-            layer._buffers.pop(name + FORMAT_SUFFIX, None)
+            state.tags[name + FORMAT_SUFFIX] = cast("Tensor", layer._buffers.pop(name + FORMAT_SUFFIX))
             layer._non_persistent_buffers_set.discard(name + FORMAT_SUFFIX)
         _replace(layer._parameters, names, dict(state.load_parameters))
     state.open = LayerLoad(layer, meter=meter, measure=measure)
@@ -215,7 +212,9 @@ def install(layer: nn.Module) -> None:
             if not isinstance(old, nn.Parameter):
                 old = nn.Parameter(tensor, requires_grad=False)
             tensors[name + suffix] = old
-        tag = torch.frombuffer(bytearray(weight.plan.tag.encode()), dtype=torch.uint8).to(state.device)
+        tag = state.tags.get(name + FORMAT_SUFFIX)
+        if tag is None or tag.device != state.device:
+            tag = torch.frombuffer(bytearray(weight.plan.tag.encode()), dtype=torch.uint8).to(state.device)
         layer.register_buffer(name + FORMAT_SUFFIX, tag)
     for name, parameter in state.load_parameters.items():
         parameter.__class__ = _unguarded(type(parameter))
@@ -223,7 +222,7 @@ def install(layer: nn.Module) -> None:
         if isinstance(unwrap, WrappedLoader) and unwrap.loader is None:
             del vars(parameter)["weight_loader"]
     _replace(layer._parameters, list(state.load_parameters), tensors)
-    state.kernel, state.open = {}, None
+    state.kernel, state.tags, state.open = {}, {}, None
     state.live, state.generation = True, state.generation + 1
 
 
