@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from olq.errors import SourceError
 
 INDEX_NAME = "model.safetensors.index.json"
+
+#: Suffixes of checkpoint formats that are not read.
+_OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5"})
 
 #: What `olq.load` takes.
 Weights = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -56,49 +59,70 @@ def open_source(weights: Weights) -> Source:
     if isinstance(weights, Mapping):
         if not weights:
             raise _empty("a mapping", "an empty mapping")
-        named = cast("Mapping[str, Tensor]", weights)
-        total = sum(t.numel() * t.element_size() for t in named.values())
-        return Source(iter(named.items()), tuple(named), total, "a mapping")
-    return Source(_pairs(weights), None, None, "an iterator")
+        total = None
+        if isinstance(weights, dict):  # any other mapping may read a tensor each time it is asked for one
+            for position, item in enumerate(weights.items(), start=1):
+                _check_item(item, position, "a mapping")
+            total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        names = tuple(map(str, weights))
+        return Source(_pairs(weights.items(), "a mapping"), names, total, "a mapping")
+    if not isinstance(weights, Iterable):
+        raise SourceError(
+            "This can't be a source of weights.",
+            where="the weights to load",
+            found=type(weights).__name__,
+            need="a folder of safetensors files, such a file, a mapping, or an iterable of (name, tensor)",
+            remedy="pass a path, a state_dict, or an iterator such as state_dict.items()",
+        )
+    return Source(_pairs(weights, "an iterator"), None, None, "an iterator")
 
 
-def _pairs(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _pairs(weights: Iterable[Any], where: str) -> Iterator[tuple[str, Tensor]]:
     count = 0
     for item in weights:
         count += 1
-        if not (
-            isinstance(item, tuple)
-            and len(item) == 2
-            and isinstance(item[0], str)
-            and isinstance(item[1], Tensor)
-        ):
-            raise SourceError(
-                "An iterator of weights has to yield (name, tensor).",
-                where=f"item {count} of the iterator",
-                found=_kind(item),
-                need="a tuple of a str and a torch.Tensor",
-                remedy="pass a mapping, a folder, or an iterator of pairs such as state_dict().items()",
-            )
+        _check_item(item, count, where)
         name, tensor = item
-        del item
+        del item  # the consumer may be the last to hold the tensor
         yield name, tensor
         del tensor
     if not count:
-        raise _empty("an iterator", "no items")
+        raise _empty(where, "no items")
+
+
+def _check_item(item: Any, position: int, where: str) -> None:
+    if (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], Tensor)
+    ):
+        return
+    raise SourceError(
+        "Weights have to be pairs of a name and a tensor.",
+        where=f"item {position} of {where}",
+        found=_kind(item),
+        need="a tuple of a str and a torch.Tensor",
+        remedy="pass a mapping, a folder, or an iterator of pairs such as state_dict().items()",
+    )
 
 
 def _kind(item: Any) -> str:
     if isinstance(item, tuple):
-        return "(" + ", ".join(type(part).__name__ for part in item) + ")"
+        parts = [repr(part)[:60] if isinstance(part, str) else type(part).__name__ for part in item[:3]]
+        return "(" + ", ".join(parts) + (", ...)" if len(item) > 3 else ")")
     return type(item).__name__
 
 
 def _open_files(path: Path) -> Source:
+    expected: dict[Path, set[str]] | None = None
     if path.is_dir():
         index = path / INDEX_NAME
-        files, expected = (_indexed(index)) if index.exists() else (_listed(path), None)
+        if index.exists():
+            expected = _indexed(index)
+        files = list(expected) if expected is not None else _listed(path)
     elif path.is_file():
-        files, expected = [path], None
+        files = [path]
     else:
         raise SourceError(
             "There is no such checkpoint.",
@@ -107,10 +131,10 @@ def _open_files(path: Path) -> Source:
             need="a folder of safetensors files, or one such file",
             remedy="check the path",
         )
+    headers = {file: _header(file) for file in files}
     owner: dict[str, Path] = {}
-    total = 0
-    for file in files:
-        for name, count in _header(file):
+    for file, header in headers.items():
+        for name in header:
             if name in owner:
                 raise SourceError(
                     "A tensor stands in two files of one checkpoint.",
@@ -120,26 +144,31 @@ def _open_files(path: Path) -> Source:
                     remedy=f"write {INDEX_NAME}, or remove the file that is left over",
                 )
             owner[name] = file
-            total += count
     if not owner:
         raise _empty(str(path), "files without a tensor")
     if expected is not None:
         _check_index(path, expected, owner)
-    return Source(_read(files), tuple(owner), total, str(path))
+    total = sum(sum(header.values()) for header in headers.values())
+    return Source(_read(headers), tuple(owner), total, str(path))
 
 
 def _listed(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"), key=_natural)
+    files = [f for f in folder.glob("*.safetensors") if f.is_file() and not f.name.startswith(".")]
     if not files:
-        raise _empty(str(folder), f"no *.safetensors and no {INDEX_NAME}")
-    return files
+        others = sorted(f.name for f in folder.iterdir() if f.suffix in _OTHER_FORMATS)
+        there = f", only {', '.join(others[:3])}: other formats are not read" if others else ""
+        raise _empty(str(folder), f"no *.safetensors and no {INDEX_NAME}{there}")
+    return sorted(files, key=_natural)
 
 
-def _indexed(index: Path) -> tuple[list[Path], dict[str, str]]:
+def _indexed(index: Path) -> dict[Path, set[str]]:
+    """Names by file, as the index says."""
+    files: dict[Path, set[str]] = {}
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()), key=lambda name: _natural(Path(name)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for file in sorted(set(weight_map.values()), key=lambda file: _natural(Path(file))):
+            files[index.parent / file] = {name for name, where in weight_map.items() if where == file}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(
             "The index of a checkpoint can't be read.",
             where=str(index),
@@ -147,7 +176,6 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, str]]:
             need='a JSON object with "weight_map": {name: file}',
             remedy="fetch the index again, or remove it if the folder is complete without it",
         ) from error
-    files = [index.parent / name for name in names]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise SourceError(
@@ -157,64 +185,62 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, str]]:
             need="every file that the index names",
             remedy="fetch the missing files",
         )
-    return files, weight_map
+    return files
 
 
-def _check_index(folder: Path, expected: Mapping[str, str], owner: Mapping[str, Path]) -> None:
-    wrong = [
-        name for name, file in expected.items() if name not in owner or owner[name].name != Path(file).name
-    ]
-    extra = [name for name in owner if name not in expected]
+def _check_index(folder: Path, expected: Mapping[Path, set[str]], owner: Mapping[str, Path]) -> None:
+    wrong = [name for file, names in expected.items() for name in names if owner.get(name) != file]
+    indexed = set().union(*expected.values())
+    extra = [name for name in owner if name not in indexed]
     if wrong or extra:
         raise SourceError(
             "The index and the files of a checkpoint do not agree.",
             where=str(folder / INDEX_NAME),
-            found=f"{len(wrong)} names not where the index says {wrong[:3]}, {len(extra)} not in the index {extra[:3]}",
+            found=f"{len(wrong)} names not where the index says {sorted(wrong)[:3]}, "
+            f"{len(extra)} not in the index {extra[:3]}",
             need="files and index of one checkpoint",
             remedy="fetch the checkpoint again, or remove files that are left over from another",
         )
 
 
-def _header(file: Path) -> list[tuple[str, int]]:
-    """(name, bytes) of each tensor, in file order."""
+def _header(file: Path) -> dict[str, int]:
+    """Bytes of each tensor by name, in file order, of a file that is whole."""
     try:
-        with safe_open(file, framework="pt") as reader:
-            return [(name, _nbytes(reader.get_slice(name))) for name in reader.offset_keys()]
-    except (SafetensorError, OSError) as error:
-        raise SourceError(
-            "A file of the checkpoint is truncated or corrupt.",
-            where=str(file),
-            found=f"{error} ({file.stat().st_size if file.exists() else 0} bytes)",
-            need="a whole safetensors file",
-            remedy="fetch this file again",
-        ) from error
+        with safe_open(file, framework="pt"):  # checks every offset against the others and the file's size
+            pass
+        with file.open("rb") as raw:
+            entries = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _corrupt(file, error) from error
+    spans = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
+    return {name: last - first for name, (first, last) in sorted(spans.items(), key=lambda item: item[1])}
 
 
-#: Bits of each dtype of the safetensors format.
-_BITS = {
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
-    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4, "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}  # fmt: skip
+def _read(headers: Mapping[Path, Iterable[str]]) -> Iterator[tuple[str, Tensor]]:
+    for file, names in headers.items():
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for name in names:
+                    yield name, reader.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(file, error) from error
 
 
-def _nbytes(piece: Any) -> int:
-    count = 1
-    for n in piece.get_shape():
-        count *= n
-    return count * _BITS.get(piece.get_dtype(), 8) // 8
-
-
-def _read(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt") as reader:
-            for name in reader.offset_keys():
-                yield name, reader.get_tensor(name)
+def _corrupt(file: Path, error: Exception) -> SourceError:
+    other = file.suffix in _OTHER_FORMATS
+    return SourceError(
+        "A file of the checkpoint can't be read: it is truncated, corrupt, or not in the safetensors format.",
+        where=str(file),
+        found=f"{error} ({file.stat().st_size if file.exists() else 0} bytes)",
+        need="a whole safetensors file",
+        remedy="convert it to safetensors" if other else "fetch this file again",
+    )
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Sort key under which shard 10 comes after shard 2."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
+    parts = re.split(r"(\d+)", path.name)  # digits stand at odd places
+    return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def _empty(where: str, found: str) -> SourceError:
