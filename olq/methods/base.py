@@ -326,10 +326,7 @@ def format_tag(method: QuantMethod, geometry: Geometry, dtype: torch.dtype, **la
 
 
 def _check_geometry(geometry: Geometry, dtype: torch.dtype, where: str) -> None:
-    if (
-        dtype not in LOAD_DTYPES
-        or min((*geometry.shape, *geometry.parts), default=0) < 0
-    ):
+    if dtype not in LOAD_DTYPES or min((*geometry.shape, *geometry.parts), default=0) < 0:
         raise LayoutError(
             "A load-format weight has to be a plain float matrix.",
             where=where,

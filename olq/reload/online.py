@@ -139,7 +139,8 @@ class WrappedLoader:
                 where=_join(state.label, self.name),
                 found="a live layer in kernel format" if state.live else "a layer whose load was aborted",
                 need="an open load, which puts the load-format parameter back",
-                remedy="load through olq.load, olq.reload or olq.session, or call initialize_layerwise_reload(model) first",
+                remedy="load through olq.load, olq.reload or olq.session, or call "
+                "initialize_layerwise_reload(model) first",
             )
         return state.open
 
@@ -196,7 +197,7 @@ def check_parameters(layer: nn.Module) -> None:
                 where=_join(state.label, name),
                 found="another object in its place, which no loader of this load writes to",
                 need="the parameter that create_weights or prepare registered",
-                remedy="don't re-create parameters (to_empty, nn.Parameter(...)) between begin and commit: olq makes their memory",
+                remedy="don't re-create parameters (nn.Parameter(...)) between begin and commit: olq makes their memory",
             )
 
 
@@ -216,7 +217,7 @@ def install(layer: nn.Module) -> None:
         if tag is None or tag.device != state.device:
             tag = torch.frombuffer(bytearray(weight.plan.tag.encode()), dtype=torch.uint8).to(state.device)
         layer.register_buffer(name + FORMAT_SUFFIX, tag)
-    for name, parameter in state.load_parameters.items():
+    for parameter in state.load_parameters.values():
         parameter.__class__ = _unguarded(type(parameter))
         unwrap = parameter.__dict__.get("weight_loader")
         if isinstance(unwrap, WrappedLoader) and unwrap.loader is None:

@@ -1,0 +1,139 @@
+"""`.to()`, `.half()`, `.to_empty()` on a module with quantized weights.
+
+Kernel tensors are bytes with a meaning: a dtype cast would change float32 scales. So a layer's `_apply`, through which
+all of these go, is guarded.
+
+    a live layer     a move takes the bytes along and says that addresses changed; a cast, and `to_empty`, leave kernel
+                     tensors and their tag alone.
+    before its load  load-format parameters have no memory and stay on the meta device. A move says where the kernel
+                     tensors will live; a cast is a cast of the load format: what arrives is rounded to the new dtype.
+    during a load    moves as above; a cast is refused, since some units may be quantized already.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from olq.errors import LayoutError, StateError
+from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
+
+if TYPE_CHECKING:
+    from olq.methods.base import QuantMethod
+
+#: What a load-format parameter can be.
+LOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Integer types by size: a view under which no cast to a float type applies.
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_log = logging.getLogger("olq")
+
+Function = Callable[[Tensor], Tensor]
+
+
+def guard_moves(layer: nn.Module) -> None:
+    """Guard the layer's `_apply`. A second time changes nothing."""
+    if "_apply" not in layer.__dict__:
+        layer.__dict__["_apply"] = functools.partial(_apply, layer)
+
+
+def _apply(layer: nn.Module, fn: Function, recurse: bool = True) -> nn.Module:
+    state = cast("LayerState", find_state(layer))
+    if not state.live:
+        _cast_load_format(layer, state, fn)
+    mine = {
+        name for name in layer._parameters if (_is_kernel(name, state) if state.live else name in state.plans)
+    }
+    tags = {name + FORMAT_SUFFIX for name in state.plans}
+    with_memory = _take_out(layer._parameters, mine), _take_out(layer._buffers, tags)
+    try:
+        type(layer)._apply(layer, fn, recurse)
+    finally:
+        _put_back(layer._parameters, with_memory[0])
+        _put_back(layer._buffers, with_memory[1])
+    held = {name: layer._parameters[name] for name in mine} if state.live else state.kernel
+    device = _move(cast("dict[str, Tensor]", held), state, fn)
+    if device is not None:
+        for name in tags & layer._buffers.keys():
+            layer._buffers[name] = cast("Tensor", layer._buffers[name]).to(device)
+    return layer
+
+
+def _take_out(tensors: dict[str, Tensor | None], names: set[str]) -> list[tuple[str, Tensor | None]]:
+    """Hide some of a module's tensors; what is left keeps its order.
+
+    Returns:
+        All of them as they were, for `_put_back`.
+    """
+    before = list(tensors.items())
+    for name in names & tensors.keys():
+        del tensors[name]
+    return before
+
+
+def _put_back(tensors: dict[str, Tensor | None], before: list[tuple[str, Tensor | None]]) -> None:
+    others = dict(tensors)
+    tensors.clear()
+    tensors.update({name: others.get(name, tensor) for name, tensor in before})
+
+
+def _move(tensors: dict[str, Tensor], state: LayerState, fn: Function) -> torch.device | None:
+    """Take kernel tensors along, byte for byte.
+
+    Returns:
+        Their new device, or None if they stay.
+    """
+    probe = fn(torch.empty(0, dtype=torch.uint8, device=state.device)).device
+    if probe == state.device or probe.type == "meta":
+        for tensor in tensors.values():  # for what acts in place, such as share_memory(); casts skip integers
+            fn(tensor.detach().view(_INTEGER[tensor.element_size()]))
+        return None
+    if tensors:
+        _log.warning(
+            "%s: kernel tensors moved from %s to %s; captured graphs and saved addresses are invalid",
+            state.label or "a quantized layer",
+            state.device,
+            probe,
+        )
+    for tensor in tensors.values():
+        tensor.data = tensor.detach().to(probe)
+    state.device = probe
+    if state.open is not None:
+        for weight in state.open.weights.values():
+            weight.device = probe
+    return probe
+
+
+def _cast_load_format(layer: nn.Module, state: LayerState, fn: Function) -> None:
+    """Let a cast change what the load format is, as long as nothing depends on it."""
+    method = cast("QuantMethod", layer.__dict__["quant_method"])
+    for name, plan in state.plans.items():
+        dtype = fn(torch.empty(0, dtype=plan.dtype, device=state.device)).dtype
+        if dtype == plan.dtype or state.kernel:
+            continue  # of a model that was live, the load format is what its kernel tensors were made for
+        if state.open is not None:
+            raise StateError(
+                "A layer can't be cast while its weights are being loaded.",
+                where=f"{state.label or type(layer).__name__}.{name}",
+                found=f"a cast from {plan.dtype} to {dtype} in an open load",
+                need="a cast before the load begins, or after its commit",
+                remedy="call model.to(dtype) first, then load",
+            )
+        if dtype not in LOAD_DTYPES:
+            raise LayoutError(
+                "A layer's weights can't be loaded in this dtype.",
+                where=f"{state.label or type(layer).__name__}.{name}",
+                found=f"a cast of the load format to {dtype}",
+                need="bfloat16, float16 or float32",
+                remedy="load first: a live layer leaves its kernel tensors alone and computes in the input's dtype",
+            )
+        state.plans[name] = method.plan(plan.geometry, dtype)
+        parameter = state.load_parameters[name]
+        # Not `parameter.data = ...`: after an aborted load that is guarded against loaders.
+        nn.Parameter.data.__set__(parameter, torch.empty(parameter.shape, dtype=dtype, device="meta"))
+
+
+def _is_kernel(name: str, state: LayerState) -> bool:
+    return any(name == weight + suffix for weight, plan in state.plans.items() for suffix in plan.tensors)
