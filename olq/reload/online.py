@@ -197,7 +197,7 @@ def check_parameters(layer: nn.Module) -> None:
                 where=_join(state.label, name),
                 found="another object in its place, which no loader of this load writes to",
                 need="the parameter that create_weights or prepare registered",
-                remedy="don't re-create parameters (nn.Parameter(...)) between begin and commit: olq makes their memory",
+                remedy="don't re-create parameters (nn.Parameter(...)) during a load: olq makes their memory",
             )
 
 
