@@ -98,11 +98,15 @@ class Fp8(QuantMethod):
         torch.ops.olq.dequantize_fp8_(codes, scale, out, *plan.block)
 
     def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
-        """Codes 0, scales 1.0."""
+        """Codes 0, scales 1.0, also the one scale of a part without elements."""
         parts, starts = plan.geometry.parts, plan.kernel_starts
         pad_matrix_(tensors[""], parts, starts, plan.geometry.columns, 0)
         if self.params.granularity == "channel":
             pad_matrix_(tensors["_scale"], parts, starts, 1, 1.0)
+        elif self.params.granularity == "tensor":
+            for part, rows in enumerate(parts):
+                if not rows or not plan.geometry.columns:
+                    tensors["_scale"][..., part] = 1.0
 
     def _scale(self, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
         """View [*lead, blocks down, blocks across] of the scales of `target`."""

@@ -109,10 +109,16 @@ class Nvfp4(QuantMethod):
         )
 
     def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
-        """Codes 0, block scales 0. The high nibble after an odd last column is written with the codes."""
+        """Codes 0, block scales 0, `weight_scale_2` 1.0 for a part without elements.
+
+        The high nibble after an odd last column is written with the codes.
+        """
         codes = tensors[""]
         pad_matrix_(codes, plan.geometry.parts, plan.kernel_starts, -(-plan.geometry.columns // 2), 0)
         block_scales.pad_(tensors["_scale"], plan, self.params.scale_layout)
+        for part, rows in enumerate(plan.geometry.parts):
+            if not rows or not plan.geometry.columns:
+                tensors["_scale_2"][..., part] = 1.0
 
 
 def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
