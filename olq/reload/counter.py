@@ -163,7 +163,13 @@ class CopyCounter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """See the module's docstring."""
-        kwargs = kwargs or {}
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        except OlqError as error:
+            self.error = self.error or error
+            raise
+
+    def _dispatch(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused or func.is_view:  # type: ignore[attr-defined]
             return func(*args, **kwargs)
         if func is COPY:

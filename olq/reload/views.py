@@ -29,14 +29,18 @@ class Mapping:
         order: the view's dimensions in the order of the parameter's; None stands for a dimension of size 1 that the
             view lacks.
         index: index into the view's dimensions, before `order`, that gives this box.
+        merged: sizes of the view with neighbouring dimensions merged, if that comes before `index`.
     """
 
     box: Box
     order: tuple[int | None, ...]
-    index: tuple[int | slice, ...]
+    index: tuple[int | slice, ...] = ()
+    merged: tuple[int, ...] | None = None
 
     def source(self, source: Tensor) -> Tensor:
-        """A tensor of the view's shape as a tensor of the box's shape. No copy."""
+        """A tensor of the view's shape as a tensor of the box's shape. No copy, unless merged dimensions need one."""
+        if self.merged is not None:
+            source = source.reshape(self.merged)
         if not self.index and self.order == tuple(range(source.dim())):
             return source
         source = source[self.index]
@@ -63,9 +67,11 @@ def resolve(parameter: Tensor, view: Tensor) -> list[Mapping] | None:
     if (
         not offset and sizes == parameter.shape and strides == parameter.stride()
     ):  # the whole: the common case
-        return [Mapping(tuple(map(range, sizes)), tuple(range(len(sizes))), ())]
+        return [Mapping(tuple(map(range, sizes)), tuple(range(len(sizes))))]
     if found := _box(parameter, offset, sizes, strides):
-        return [Mapping(*found, index=())]
+        return [Mapping(*found)]
+    if (merged := _merge(parameter, sizes, strides)) and (found := _box(parameter, offset, *merged)):
+        return [Mapping(*found, merged=merged[0])]
     wide = [d for d in range(len(sizes)) if sizes[d] > 1 and strides[d]]
     for d in sorted(wide, key=lambda d: -strides[d]):  # one dimension too many: cut it into single steps
         if len(wide) > 1 and sizes[d] <= _MOST_CUTS:
@@ -109,12 +115,26 @@ def _box(
     return tuple(box), tuple(order)
 
 
+def _merge(
+    parameter: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The geometry with a run of neighbouring dimensions merged where the parameter has one: [H, D, K] as [H*D, K]."""
+    for d in range(len(sizes) - 1):
+        own = any(n > 1 and s == strides[d] for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        if strides[d] == strides[d + 1] * sizes[d + 1] and not own:
+            less = (*sizes[:d], sizes[d] * sizes[d + 1], *sizes[d + 2 :]), strides[:d] + strides[d + 1 :]
+            return _merge(parameter, *less) or less
+    return None
+
+
 def overlaps_itself(view: Tensor) -> bool:
     """Whether two indices of a view show one element, as an expanded tensor's do: real memory refuses such writes."""
     reach = 0
     for stride, count in sorted((s, n) for n, s in zip(view.shape, view.stride(), strict=True) if n > 1):
+        if not stride:
+            return True
         if stride <= reach:  # only a count can tell: steps of 2 and 3 may interleave
-            return int(shown(view, view).sum()) < view.numel() if stride else True
+            return int(_flat(view, span(view)).count_nonzero()) < view.numel()
         reach += stride * (count - 1)
     return False
 
@@ -124,6 +144,15 @@ def span(tensor: Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset())
     last = first + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.dtype.itemsize, (last + 1) * tensor.dtype.itemsize
+
+
+def _flat(view: Tensor, extent: tuple[int, int]) -> Tensor:
+    """Mask of the elements between two bytes of a view's storage: those that it shows."""
+    flat = torch.zeros((extent[1] - extent[0]) // view.dtype.itemsize, dtype=torch.bool)
+    flat.as_strided(
+        view.shape, view.stride(), view.storage_offset() - extent[0] // view.dtype.itemsize
+    ).fill_(True)
+    return flat
 
 
 def shown(
