@@ -13,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ELEMENTS = 1 << 17
-"""Elements of the source in one box. 128 Ki float32 and their helpers stay in a core's second-level cache,
-and all scratch of a call stays under 8 MB (measured: benchmarks/quantize_cpu.py). It is read at each call,
-so that tests can make it small; one block of 32 has to fit."""
+BYTES = 4 << 20
+"""What the large buffers of a call may take together. Small enough for second-level caches, large enough that the
+work of an operator hides the cost of starting it; with all temporaries a call stays under 8 MB (a test measures it).
+Read at each call, so that tests can make it small."""
+
+LEAST_ELEMENTS = 32
+"""A box holds at least one block of any format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,13 @@ def grid_of(shape: torch.Size | tuple[int, ...], block: tuple[int, int]) -> tupl
     return down, across
 
 
-def boxes(shape: torch.Size | tuple[int, ...], unit: tuple[int, int]) -> Iterator[list[Box]]:
+def boxes(shape: torch.Size | tuple[int, ...], unit: tuple[int, int], elements: int) -> Iterator[list[Box]]:
     """Walk a [*lead, n, k] tensor; an empty one has no boxes.
 
     Args:
         shape: of the tensor.
         unit: (rows, columns) of a full scale unit, both positive.
+        elements: that a box may have.
 
     Yields:
         Groups of boxes. A group is one box of whole units, or all parts of one unit that is over the budget.
@@ -88,7 +92,7 @@ def boxes(shape: torch.Size | tuple[int, ...], unit: tuple[int, int]) -> Iterato
     lead, (n, k) = tuple(shape[:-2]), tuple(shape[-2:])
     for rows, unit_rows in _regions(n, unit[0]):
         for columns, unit_columns in _regions(k, unit[1]):
-            yield from _region(lead, rows, columns, (unit_rows, unit_columns), unit)
+            yield from _region(lead, rows, columns, (unit_rows, unit_columns), unit, elements)
 
 
 def _regions(total: int, unit: int) -> Iterator[tuple[slice, int]]:
@@ -101,12 +105,17 @@ def _regions(total: int, unit: int) -> Iterator[tuple[slice, int]]:
 
 
 def _region(
-    lead: tuple[int, ...], rows: slice, columns: slice, unit: tuple[int, int], full: tuple[int, int]
+    lead: tuple[int, ...],
+    rows: slice,
+    columns: slice,
+    unit: tuple[int, int],
+    full: tuple[int, int],
+    elements: int,
 ) -> Iterator[list[Box]]:
     width, height = _length(columns), _length(rows)
     unit_rows, unit_columns = unit
     # Tiny units have nearly as many scales as elements, and choosing a scale takes about ten temporaries.
-    budget = max(1, ELEMENTS // max(1, 8 // (unit_rows * unit_columns)))
+    budget = max(1, elements // max(1, 16 // (unit_rows * unit_columns)))
 
     def grid(row: slice, column: slice) -> tuple[int, int]:
         return row.start // full[0], column.start // full[1]
@@ -164,19 +173,24 @@ class Scratch:
     """Buffers of one call, made on first use and reused for every box.
 
     Args:
-        elements: of the whole tensor; a small tensor gets small buffers.
+        total: elements of the whole tensor; a small tensor gets small buffers.
         device: where the arithmetic happens.
+        bytes_an_element: of all buffers that will be taken together.
+
+    Attributes:
+        elements: that a box may have.
     """
 
-    def __init__(self, elements: int, device: torch.device) -> None:
-        self._elements, self._device = min(elements, ELEMENTS), device
+    def __init__(self, total: int, device: torch.device, bytes_an_element: int) -> None:
+        self.elements = max(LEAST_ELEMENTS, BYTES // bytes_an_element)
+        self._size, self._device = min(total, self.elements), device
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape, uninitialised, in the buffer `name`; the last taker's is
         overwritten."""
         if name not in self._buffers:
-            self._buffers[name] = torch.empty(self._elements, dtype=dtype, device=self._device)
+            self._buffers[name] = torch.empty(self._size, dtype=dtype, device=self._device)
         count = 1
         for extent in shape:
             count *= extent

@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from olq.numerics.chunks import Box, Scratch, boxes, grid_of, unit_of
+from olq.numerics.chunks import Scratch, boxes, grid_of, unit_of
 from olq.numerics.rounding import round_to_e4m3_
 from olq.numerics.scales import fp8_power_of_two_scale, fp8_scale, poisoned
-from olq.numerics.source import Source, largest_magnitude
+from olq.numerics.source import Source, largest_magnitude, source_bytes
 
 
 def quantize_(
@@ -40,36 +40,30 @@ def quantize_(
         saturate: make non-finite elements finite first. Without it the scale of their unit becomes NaN, its
             codes 0.
 
-    Scratch: `chunks.ELEMENTS` times at most 13 bytes, whatever the size. The source is read once, or twice
-    if one unit alone has more elements than that.
+    Scratch: under 8 MB, whatever the size. The source is read once; a unit larger than that is read twice.
     """
     choose = fp8_power_of_two_scale if power_of_two else fp8_scale
-    scratch = Scratch(source.numel(), codes.device)
+    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through))
     reader = Source(source, through, saturate, scratch)
     if not source.numel():
         scale.fill_(1.0)
-    for group in boxes(source.shape, unit_of(source.shape, block)):
-        amax = _largest(group, reader, scratch)
+    for group in boxes(source.shape, unit_of(source.shape, block), scratch.elements):
+        x = reader.read(group[0])
+        amax = largest_magnitude(group[0].split(x))
+        for box in group[1:]:
+            amax = torch.maximum(amax, largest_magnitude(box.split(reader.read(box))))
         bad, (unit_scale, factor) = poisoned(amax), choose(amax)
         if bad is not None:
             unit_scale.masked_fill_(bad, math.nan)
             factor.masked_fill_(bad, 0.0)
         scale[group[0].unit_index] = unit_scale
         for box in group:
-            x = reader.read(box)
+            if len(group) > 1:
+                x = reader.read(box)
             if bad is not None:
                 box.split(x).masked_fill_(bad[..., :, None, :, None], 0.0)
             box.split(x).mul_(factor[..., :, None, :, None])
             round_to_e4m3_(x, codes[box.index])
-
-
-def _largest(group: list[Box], reader: Source, scratch: Scratch) -> Tensor:
-    """Largest magnitudes of a box of whole units, or of the one unit whose parts the boxes are: [*l, down,
-    across]."""
-    amax = largest_magnitude(group[0].split(reader.read(group[0])), scratch)
-    for box in group[1:]:
-        amax = torch.maximum(amax, largest_magnitude(box.split(reader.read(box)), scratch))
-    return amax
 
 
 def dequantize_(codes: Tensor, scale: Tensor, out: Tensor, block: tuple[int, int]) -> None:
@@ -81,10 +75,10 @@ def dequantize_(codes: Tensor, scale: Tensor, out: Tensor, block: tuple[int, int
         out: float32, bfloat16 or float16 [*lead, n, k], any strides.
         block: as for `quantize_`.
 
-    Scratch: `chunks.ELEMENTS` float32.
+    Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(codes.numel(), codes.device)
-    for group in boxes(codes.shape, unit_of(codes.shape, block)):
+    scratch = Scratch(codes.numel(), codes.device, 4)
+    for group in boxes(codes.shape, unit_of(codes.shape, block), scratch.elements):
         for box in group:
             part = codes[box.index]
             x = scratch.take("x", part.shape, torch.float32)

@@ -15,7 +15,7 @@ from olq.numerics.chunks import Scratch, boxes
 from olq.numerics.places import Places
 from olq.numerics.rounding import powers_of_two, round_to_e4m3_
 from olq.numerics.scales import e8m0_bytes, e8m0_scale, poisoned
-from olq.numerics.source import Source, largest_magnitude
+from olq.numerics.source import Source, block_magnitude, source_bytes
 
 _UNIT = (1, MXFP8_BLOCK)
 
@@ -40,14 +40,15 @@ def quantize_(
         saturate: make non-finite elements finite first. Without it the byte of their block becomes 255, its
             codes 0.
 
-    Scratch: `chunks.ELEMENTS` times at most 13 bytes, whatever the size.
+    Scratch: under 8 MB, whatever the size.
     """
     chosen = exponent_rule(rule)
-    scratch = Scratch(source.numel(), codes.device)
+    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through) + 4)
     reader = Source(source, through, saturate, scratch)
-    for (box,) in boxes(source.shape, _UNIT):
+    for (box,) in boxes(source.shape, _UNIT, scratch.elements):
         x = reader.read(box)
-        amax = largest_magnitude(box.split(x), scratch)
+        magnitude = scratch.take("magnitude", x.shape, torch.float32)
+        amax = block_magnitude(box.split(x), box.split(magnitude)).squeeze(-2)
         bad, (byte, factor) = poisoned(amax), e8m0_scale(amax, chosen)
         places.write(box.unit_index, e8m0_bytes(byte, bad))
         if bad is not None:
@@ -65,10 +66,10 @@ def dequantize_(codes: Tensor, places: Places, out: Tensor) -> None:
         places: where the n x ceil(k / 32) scale bytes are.
         out: float32, bfloat16 or float16 [*lead, n, k], any strides.
 
-    Scratch: `chunks.ELEMENTS` float32.
+    Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(codes.numel(), codes.device)
-    for (box,) in boxes(codes.shape, _UNIT):
+    scratch = Scratch(codes.numel(), codes.device, 4)
+    for (box,) in boxes(codes.shape, _UNIT, scratch.elements):
         part = codes[box.index]
         x = scratch.take("x", part.shape, torch.float32)
         x.copy_(part.view(torch.float8_e4m3fn))

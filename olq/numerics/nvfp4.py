@@ -18,9 +18,11 @@ from olq.numerics.chunks import Box, Scratch, boxes
 from olq.numerics.places import Places
 from olq.numerics.rounding import E2M1_STEP, e2m1_values_, round_to_e2m1_
 from olq.numerics.scales import nvfp4_block_scale, nvfp4_tensor_scale
-from olq.numerics.source import Source, largest_magnitude
+from olq.numerics.source import Source, block_magnitude, largest_magnitude, source_bytes
 
 _UNIT = (1, NVFP4_BLOCK)
+_BYTES_TO_ENCODE = 12  # magnitudes, a third float32, codes, signs, pairs, packed
+_BYTES_TO_DECODE = 10  # values, float16 patterns, their signs, pairs, packed
 _NAN_BYTE = E4M3.nan_codes[0]
 
 
@@ -36,18 +38,18 @@ def tensor_scale_(
         through: dtype to which each element is rounded first; None keeps it.
         saturate: make non-finite elements finite first.
 
-    Scratch: `chunks.ELEMENTS` times at most 10 bytes, whatever the size.
+    Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(source.numel(), scale_2.device)
+    scratch = Scratch(source.numel(), scale_2.device, source_bytes(source, through))
     reader = Source(source, through, saturate, scratch)
     # The running maximum is kept in the result: there may be as many matrices as elements.
     scale_2.zero_()
-    for group in boxes(source.shape, (1, max(source.shape[-1], 1))):
+    for group in boxes(source.shape, (1, max(source.shape[-1], 1)), scratch.elements):
         for box in group:
-            amax = largest_magnitude(box.split(reader.read(box)), scratch).amax((-2, -1))
+            amax = largest_magnitude(box.split(reader.read(box))).amax((-2, -1))
             running = scale_2[box.lead]
             running.copy_(torch.maximum(running, amax))
-    for (box,) in boxes((*scale_2.shape, 1, 1), (1, 1)):
+    for (box,) in boxes((*scale_2.shape, 1, 1), (1, 1), scratch.elements):
         amax = scale_2[box.lead]
         amax.copy_(nvfp4_tensor_scale(amax))
 
@@ -73,22 +75,24 @@ def quantize_(
         saturate: make non-finite elements finite first. Without it their block's byte becomes 0x7F, its
             codes 0.
 
-    Scratch: `chunks.ELEMENTS` times at most 14 bytes, whatever the size.
+    Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(source.numel(), codes.device)
+    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through) + _BYTES_TO_ENCODE)
     reader = Source(source, through, saturate, scratch)
-    for (box,) in boxes(source.shape, _UNIT):
+    for (box,) in boxes(source.shape, _UNIT, scratch.elements):
         x = reader.read(box)
-        amax = largest_magnitude(box.split(x), scratch)
+        magnitude = scratch.take("magnitude", x.shape, torch.float32)
+        amax = block_magnitude(box.split(x), box.split(magnitude)).squeeze(-2)
         s2 = scale_2[box.lead][..., None, None]
         byte, factor = nvfp4_block_scale(amax, s2)
         bad = _unusable(amax, s2)
         if bad is not None:
             byte = byte.masked_fill(bad, _NAN_BYTE)
-            box.split(x).masked_fill_(bad[..., :, None, :, None], 0.0)
+            for t in (x, magnitude):
+                box.split(t).masked_fill_(bad[..., :, None, :, None], 0.0)
         places.write(box.unit_index, byte)
-        box.split(x).mul_(factor[..., :, None, :, None])
-        codes[_packed(box)] = pack(round_to_e2m1_(x, scratch), scratch)
+        box.split(magnitude).mul_(factor[..., :, None, :, None])  # |x| * r is |x * r|, bit for bit
+        codes[_packed(box)] = pack(round_to_e2m1_(magnitude, x, scratch), scratch)
 
 
 def _unusable(amax: Tensor, s2: Tensor) -> Tensor | None:
@@ -123,10 +127,10 @@ def dequantize_(codes: Tensor, places: Places, scale_2: Tensor, out: Tensor) -> 
         scale_2: float32 [*lead], 0-d without leading dimensions.
         out: float32, bfloat16 or float16 [*lead, n, k], any strides; its k says how many nibbles count.
 
-    Scratch: `chunks.ELEMENTS` times at most 12 bytes, whatever the size.
+    Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(2 * codes.numel(), codes.device)
-    for (box,) in boxes((*codes.shape[:-1], 2 * codes.shape[-1]), _UNIT):
+    scratch = Scratch(2 * codes.numel(), codes.device, _BYTES_TO_DECODE)
+    for (box,) in boxes((*codes.shape[:-1], 2 * codes.shape[-1]), _UNIT, scratch.elements):
         part = codes[_packed(box)]
         packed = scratch.take("packed", part.shape, torch.uint8).copy_(part)
         x = scratch.take("x", (*part.shape[:-1], 2 * part.shape[-1]), torch.float32)

@@ -20,29 +20,34 @@ def round_to_e4m3_(x: Tensor, codes: Tensor) -> None:
     codes.view(torch.float8_e4m3fn).copy_(x)
 
 
-def round_to_e2m1_(x: Tensor, scratch: Scratch) -> Tensor:
-    """The E2M1 codes of `x` (contiguous float32, no NaN) as contiguous uint8 in the buffer "codes".
-    Overwrites `x`.
+def round_to_e2m1_(magnitude: Tensor, x: Tensor, scratch: Scratch) -> Tensor:
+    """The E2M1 codes of `magnitude` with the signs of `x`, in the buffer "codes".
 
-    For a = |x| let p = max(1, 2 ** floor(log2 a)): codes are p / 2 apart there. M = 1.5 * 2**22 * p is a
-    float32 whose last place is worth p / 2, so that one float32 addition, a + M, does the rounding, ties to
-    even; the difference of the bit patterns counts the steps of p / 2, and each doubling of p stands for
-    two more codes.
+    Codes are steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6, so that code(a) = round(min(2 a, a + 2, a / 2 + 4, 7)).
+    Rounding is monotone, so each of the four is rounded by itself: by one addition to 1.5 * 2**23, where neighbouring
+    float32 are 1 apart; products with powers of two are exact, and even offsets keep ties even. The code is the low
+    byte of the sum's bits.
+
+    Args:
+        magnitude: contiguous float32, at least 0, infinity allowed.
+        x: like `magnitude`; overwritten.
+        scratch: has room for a float32 buffer "third" and the byte buffers "codes" and "sign".
+
+    Returns:
+        contiguous uint8, like `magnitude`.
     """
     codes = scratch.take("codes", x.shape, torch.uint8)
     sign = scratch.take("sign", x.shape, torch.uint8)
-    magic = scratch.take("helper", x.shape, torch.float32)
-    bits, magic_bits = x.view(torch.int32), magic.view(torch.int32)
+    third = scratch.take("third", x.shape, torch.float32)
+    torch.bitwise_right_shift(x.view(torch.int32), 28, out=third.view(torch.int32))
+    sign.copy_(third.view(torch.int32)).bitwise_and_(E2M1.sign_mask)
 
-    sign.copy_(torch.bitwise_right_shift(bits, 28, out=magic_bits)).bitwise_and_(E2M1.sign_mask)
-    x.abs_().clamp_(max=E2M1.max)
-    torch.bitwise_and(bits, 0x7F800000, out=magic_bits)
-    magic_bits.clamp_(min=0x3F800000).add_((22 << 23) + (1 << 22))
-    x.add_(magic)
-    bits.sub_(magic_bits)
-    # The exponent field of M is 127 + 22 + log2 p, the bit below it is set: shifted, 2 * (149 + log2 p) + 1.
-    bits.add_(magic_bits.bitwise_right_shift_(22)).sub_(2 * 149 + 1)
-    return codes.copy_(bits).bitwise_or_(sign)
+    zero = torch.full((), 1.5 * 2**23, device=x.device)
+    torch.add(zero, magnitude, alpha=2, out=x)
+    torch.minimum(x, torch.add(magnitude, 1.5 * 2**23 + 2, out=third), out=x)
+    torch.minimum(x, torch.add(zero + 4, magnitude, alpha=0.5, out=third), out=x)
+    x.clamp_(max=1.5 * 2**23 + E2M1.max_code)
+    return codes.copy_(x.view(torch.int32)).bitwise_or_(sign)
 
 
 def powers_of_two(bytes_: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def fp8_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale = amax / torch.full_like(amax, E4M3.max)
     scale.clamp_(min=FP8_MIN_SCALE).masked_fill_(amax == 0, FP8_ZERO_SCALE)
-    return scale, torch.ones_like(scale) / scale
+    return scale, scale.reciprocal()
 
 
 def fp8_power_of_two_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,8 +99,8 @@ def nvfp4_block_scale(amax: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
         (SF as uint8 E4M3 codes, encode factor float32), like `amax`. Where amax is infinite or NaN, or s2
         is not positive and finite, both mean nothing.
     """
-    ratio = (amax / (scale_2 * 6.0).expand_as(amax)).clamp_(max=E4M3.max)
+    ratio = (amax / (scale_2 * 6.0)).clamp_(max=E4M3.max)
     code = ratio.to(torch.float8_e4m3fn)
     step = code.to(torch.float32).mul_(scale_2)
-    factor = torch.ones_like(step) / step
+    factor = step.reciprocal()
     return code.view(torch.uint8), factor.masked_fill_(~torch.isfinite(factor), 0.0)

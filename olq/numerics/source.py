@@ -17,6 +17,16 @@ SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
 
 
+def rounds_through(tensor: Tensor, through: torch.dtype | None) -> torch.dtype | None:
+    """The narrow dtype that elements have to be rounded to, or None if they need no rounding."""
+    return through if through in _NARROW and through != tensor.dtype else None
+
+
+def source_bytes(tensor: Tensor, through: torch.dtype | None) -> int:
+    """Bytes of scratch an element that reading takes."""
+    return 4 + (2 if rounds_through(tensor, through) else 0)
+
+
 class Source:
     """A weight to be read box by box.
 
@@ -29,7 +39,7 @@ class Source:
 
     def __init__(self, tensor: Tensor, through: torch.dtype | None, saturate: bool, scratch: Scratch) -> None:
         self.tensor, self._scratch = tensor, scratch
-        self._through = through if through in _NARROW and through != tensor.dtype else None
+        self._through = rounds_through(tensor, through)
         largest = torch.finfo(through or tensor.dtype).max
         self._largest = min(largest, FLOAT32_MAX) if saturate else None
 
@@ -46,14 +56,22 @@ class Source:
         return x
 
 
-def largest_magnitude(x: Tensor, scratch: Scratch) -> Tensor:
-    """Largest |x| of each unit, [*l, down, across], float32.
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Largest |x| of each unit, [*l, down, across], float32; no buffer for |x|.
 
-    `x` is contiguous [*l, down, unit rows, across, unit columns], float32. NaN if the unit holds one, else
-    infinity if it holds one. Overwrites the scratch buffer "helper".
+    `x` is contiguous [*l, down, unit rows, across, unit columns], float32. NaN if the unit holds one, else infinity
+    if it holds one. A unit of zeros may give -0.0.
     """
-    magnitude = torch.abs(x, out=scratch.take("helper", x.shape, torch.float32))
     if x.shape[-2] == 1:  # units as wide as the box are dense: one reduction, vectorised even for short rows
-        return magnitude.flatten(-3).amax(-1, keepdim=True)
-    magnitude = magnitude.amax(-1)
-    return magnitude.squeeze(-2) if x.shape[-3] == 1 else magnitude.amax(-2)
+        x = x.flatten(-3)
+        return torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
+    most, least = x.amax(-1), x.amin(-1)
+    if x.shape[-3] > 1:
+        most, least = most.amax(-2, keepdim=True), least.amin(-2, keepdim=True)
+    return torch.maximum(most, least.neg_()).squeeze(-2)
+
+
+def block_magnitude(x: Tensor, magnitude: Tensor) -> Tensor:
+    """Largest |x| of each block along the last dimension, without it; |x| itself goes to `magnitude`."""
+    torch.abs(x, out=magnitude)
+    return magnitude.amax(-1)

@@ -15,9 +15,7 @@ UNITS = st.tuples(st.integers(1, 45), st.integers(1, 95))
 
 
 def walked(shape, unit, budget):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "ELEMENTS", budget)
-        return list(chunks.boxes(shape, unit))
+    return list(chunks.boxes(shape, unit, budget))
 
 
 @given(shape=SHAPES, unit=UNITS, budget=st.integers(1, 3000))
@@ -57,16 +55,17 @@ def test_a_matrix_that_fits_is_one_box():
 
 
 def test_a_buffer_is_made_once_and_reused():
-    scratch = chunks.Scratch(100, torch.device("cpu"))
+    scratch = chunks.Scratch(100, torch.device("cpu"), 8)
     first = scratch.take("x", (10, 10), torch.float32)
     assert scratch.take("x", (5, 4), torch.float32).data_ptr() == first.data_ptr()
     assert scratch.take("y", (5, 4), torch.float32).data_ptr() != first.data_ptr()
+    assert scratch.elements == chunks.BYTES // 8
 
 
 # Few long rows, many short ones, many small matrices, an odd end; each many times the budget.
-LARGE = [(1, 1 << 21), (1 << 16, 32), (1 << 18, 1), (1 << 14, 8, 8), (3, 700_001)]
+LARGE = [(1, 1 << 22), (1 << 17, 32), (1 << 19, 1), (1 << 15, 8, 8), (3, 1_000_001)]
 PROMISED = 8 << 20
-NEEDED = 3 << 20
+NEEDED = 6 << 20
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so each time

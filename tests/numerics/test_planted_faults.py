@@ -129,14 +129,14 @@ def drop_negative_zero_e2m1(codes, *_):
     return codes.masked_fill_(codes == 8, 0)
 
 
-def ties_to_zero_e2m1(x, scratch):
+def ties_to_zero_e2m1(magnitude, x, scratch):
     thresholds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    code = torch.bucketize(x.abs(), thresholds).to(torch.uint8)
+    code = torch.bucketize(magnitude, thresholds).to(torch.uint8)
     return (code | (torch.signbit(x) * 8).to(torch.uint8)).contiguous()
 
 
-def twice_rounded_e2m1(x, scratch):
-    return rounding.round_to_e2m1_(x.half().float(), scratch)
+def twice_rounded_e2m1(magnitude, x, scratch):
+    return rounding.round_to_e2m1_(magnitude.half().float(), x, scratch)
 
 
 def least_block_scale_is_normal(amax, s2):
@@ -165,8 +165,8 @@ def high_nibble_first(codes, scratch):
 nvfp4_pack = nvfp4.pack
 
 
-def last_row_left_out(shape, unit):
-    for group in chunks.boxes(shape, unit):
+def last_row_left_out(shape, unit, elements):
+    for group in chunks.boxes(shape, unit, elements):
         if group[-1].rows.stop == shape[-2] and shape[-2] > 1:
             group = [
                 chunks.Box(b.lead, slice(b.rows.start, b.rows.stop - 1), b.columns, b.unit, b.grid, b.whole)
@@ -177,8 +177,8 @@ def last_row_left_out(shape, unit):
         yield group
 
 
-def ragged_end_left_out(shape, unit):
-    for group in chunks.boxes(shape, unit):
+def ragged_end_left_out(shape, unit, elements):
+    for group in chunks.boxes(shape, unit, elements):
         if group[0].unit[1] in (unit[1], shape[-1]):
             yield group
 

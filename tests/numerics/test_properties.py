@@ -15,14 +15,14 @@ NAMES = st.sampled_from(sorted(cases.METHODS))
 THROUGH = st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32])
 
 
-BUDGETS = pytest.mark.parametrize("budget", [48, 1 << 17])
-"""Elements that a box may have: one to three blocks, fewer than a row or a tensor has; the default."""
+BUDGETS = pytest.mark.parametrize("budget", [1, 1000, chunks.BYTES])
+"""Bytes of the large buffers: one block of 32 fits; a few blocks, less than a row or a tensor; the default."""
 
 
 @contextmanager
-def boxes_of_at_most(elements: int) -> Iterator[None]:
+def buffers_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "ELEMENTS", elements)
+        patch.setattr(chunks, "BYTES", size)
         yield
 
 
@@ -35,7 +35,7 @@ def matrices(draw):
 @given(name=NAMES, w=matrices(), through=THROUGH, saturate=st.booleans())
 def test_any_bits_any_ragged_shape(budget, name, w, through, saturate):
     event(f"{name}, {w.dtype} through {through}")
-    with boxes_of_at_most(budget):
+    with buffers_of(budget):
         cases.assert_equals_oracle(name, w, through=through, saturate=saturate)
 
 
@@ -46,7 +46,7 @@ def test_any_bits_any_ragged_shape(budget, name, w, through, saturate):
     power_of_two=st.booleans(),
 )
 def test_fp8_blocks_of_any_size(budget, w, block, power_of_two):
-    with boxes_of_at_most(budget):
+    with buffers_of(budget):
         got, want = cases.run_fp8(w, block, power_of_two), cases.want_fp8(w, block, power_of_two)
     for what, g, o in zip(cases.WHAT, got, want, strict=False):
         cases.assert_bytes_equal(g, o, what)
@@ -79,7 +79,7 @@ STRIDES = [transposed, every_second, expanded_rows, expanded_columns]
 @given(name=NAMES, w=cases.weights(5, 50))
 def test_strides_of_the_source_do_not_matter(budget, strided, name, w):
     view = strided(w)
-    with boxes_of_at_most(budget):
+    with buffers_of(budget):
         cases.assert_equals_oracle(name, view, want=cases.METHODS[name][1](view.contiguous()))
 
 
@@ -90,7 +90,7 @@ def test_strides_of_the_source_do_not_matter(budget, strided, name, w):
 def test_leading_dimensions_are_matrices_of_their_own(budget, lead, name, data):
     matrices = torch.Size(lead).numel()
     flat = data.draw(cases.weights(matrices * 3, 20))
-    with boxes_of_at_most(budget):
+    with buffers_of(budget):
         cases.assert_equals_oracle(name, flat.view(*lead, 3, 20))
 
 

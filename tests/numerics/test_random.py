@@ -179,7 +179,9 @@ def draws(seed: int, name: str, count: int = COUNT) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("seed", "name"), [(0, "w"), (1234, "model.layers.0.mlp.down_proj.weight"), (-1, "")])
+@pytest.mark.parametrize(
+    ("seed", "name"), [(0, "w"), (1234, "model.layers.0.mlp.down_proj.weight"), (-1, "")]
+)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("shift", [0, 8])
 def test_bytes_of_either_half_are_uniform(seed, name, half, shift):
@@ -196,7 +198,9 @@ def test_elements_are_not_correlated_along_rows_or_columns(lag):
     assert abs(float((x[:-lag] * x[lag:]).mean())) < 5 / math.sqrt(COUNT)
 
 
-@pytest.mark.parametrize(("a", "b"), [((0, "w"), (1, "w")), ((0, "w1"), (0, "w2")), ((1234, "a"), (1234, "b"))])
+@pytest.mark.parametrize(
+    ("a", "b"), [((0, "w"), (1, "w")), ((0, "w1"), (0, "w2")), ((1234, "a"), (1234, "b"))]
+)
 def test_seeds_and_names_give_unrelated_tensors(a, b):
     x, y = draws(*a) / 18918.6, draws(*b) / 18918.6
     assert abs(float((x * y).mean())) < 5 / math.sqrt(COUNT)
