@@ -155,14 +155,14 @@ class CopyCounter(TorchDispatchMode):
     def _forget(self) -> None:
         self._writes, self._observed, self._sources = {}, {}, set()
 
-    def __torch_dispatch__(
+    def _see(
         self,
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """See the module's docstring."""
+        """`__torch_dispatch__` of this mode."""
         try:
             return self._dispatch(func, args, kwargs or {})
         except OlqError as error:
@@ -212,7 +212,8 @@ class CopyCounter(TorchDispatchMode):
             self._record(owners[0], target, source)
         else:
             for owner in owners:
-                cast("PlainParameter", owner).check_source(source, self.name)
+                if target.dtype == owner.parameter.dtype:  # else bits are copied, not values
+                    cast("PlainParameter", owner).check_source(source, self.name)
             self._protect(target)
             self._observe(owners, target, lambda: COPY(target, source, **kwargs))
         return target
@@ -435,6 +436,10 @@ class CopyCounter(TorchDispatchMode):
             need=f"shape {list(target.shape)}, or one that broadcasts to it",
             remedy="check that checkpoint and model agree, and that the loader slices both alike",
         )
+
+
+# Not in the class body: torch wraps a method of this name in one that imports its compiler, 800 modules, on first use.
+CopyCounter.__torch_dispatch__ = CopyCounter._see  # type: ignore[method-assign]
 
 
 def _check_memory(source: Tensor, weight: QuantizedWeight, name: str) -> None:
