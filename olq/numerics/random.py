@@ -33,7 +33,10 @@ each call, so that tests can make it small."""
 RUN = 512
 """Longest run of a box whose neighbours in the index are not neighbours in memory."""
 
+_GAMMA = 0x9E3779B9
 _FACTORS = (0x7FEB352D, 0x846CA68B)
+
+_WORD = 0xFFFFFFFF
 
 #: One dimension: (elements, stride in memory, stride in the index).
 _Dim = tuple[int, int, int]
@@ -95,7 +98,7 @@ class UniformFill:
         with torch.inference_mode(out.is_inference()), torch.no_grad():
             buffers = self._buffers_on(out.device)
             dims = _merge(zip(out.shape, out.stride(), strides, strict=True))
-            for piece in _narrow(dims, base, out.storage_offset()):
+            for piece in _narrow(dims, base, int(out.storage_offset())):
                 for even in _even(*piece):
                     for box in _boxes(*even):
                         self._fill_box(out, name, buffers, *box)
@@ -112,15 +115,15 @@ class UniformFill:
         words = buffers.words[: count * width].view(*rows, width)
         helper = buffers.helper[: count * width].view(*rows, width)
         key_0, key_1 = key(self.seed, name, first >> 32)
-        start = first + key_0
         if outer:
-            starts = torch.full(rows, start, dtype=torch.int64, device=out.device)
+            starts = torch.full(rows, first & _WORD, dtype=torch.int64, device=out.device)
             for d, (size, _, step) in enumerate(outer):
                 steps = torch.arange(size, dtype=torch.int64, device=out.device) * (step // 2)
                 starts += steps.view(*(-1 if e == d else 1 for e in range(len(outer))))
-            torch.add(buffers.counter[:width], _signed_tensor(starts)[..., None], out=words)
+            starts = starts.mul_(_GAMMA).add_(key_0)  # low 32 bits are right even where 64 overflow
+            torch.add(buffers.weyl[:width], _signed_tensor(starts)[..., None], out=words)
         else:
-            torch.add(buffers.counter[:width], _signed(start), out=words)
+            torch.add(buffers.weyl[:width], _signed(first * _GAMMA + key_0), out=words)
         _mix(words, helper, key_1)
         values = buffers.values[: count * length].view(*rows, length)
         values.copy_(words.view(torch.int16)[..., odd : odd + length])
@@ -142,7 +145,7 @@ class UniformFill:
         if len(shape) != out.dim() or len(offset) != out.dim():
             inside = False
         else:
-            inside = all(0 <= o and o + n <= s for o, n, s in zip(offset, out.shape, shape, strict=True))
+            inside = all(o >= 0 and o + n <= s for o, n, s in zip(offset, out.shape, shape, strict=True))
         if not inside:
             raise LayoutError(
                 "This tensor is no box of the unsharded tensor.",
@@ -175,8 +178,8 @@ class _Buffers:
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.counter = torch.arange(WORDS, dtype=torch.int32, device=device)
-            self.words, self.helper = torch.empty_like(self.counter), torch.empty_like(self.counter)
+            self.weyl = _signed_tensor(torch.arange(WORDS, device=device) * _GAMMA)
+            self.words, self.helper = torch.empty_like(self.weyl), torch.empty_like(self.weyl)
             self.values = torch.empty(2 * WORDS, dtype=torch.float32, device=device)
 
 
@@ -187,7 +190,7 @@ def key(seed: int, name: str, block: int) -> tuple[int, int]:
 
 
 def _mix(x: Tensor, helper: Tensor, key_1: int) -> None:
-    """The mix, after its first step (word index + key_0), in place on int32."""
+    """The mix after its first step (word index * gamma + key_0), in place on int32."""
     _fold(x, helper, 16)
     x.mul_(_signed(_FACTORS[0]))
     _fold(x, helper, 15)
@@ -204,12 +207,12 @@ def _fold(x: Tensor, helper: Tensor, shift: int) -> None:
 
 def _signed(word: int) -> int:
     """The low 32 bits as a signed integer."""
-    return ((word + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+    return ((word + (1 << 31)) & _WORD) - (1 << 31)
 
 
 def _signed_tensor(words: Tensor) -> Tensor:
     """The same of int64, as int32."""
-    return (((words + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)).to(torch.int32)
+    return (((words + (1 << 31)) & _WORD) - (1 << 31)).to(torch.int32)
 
 
 def _float32(value: float) -> float:

@@ -22,7 +22,7 @@ def word(seed: int, name: str, index: int) -> int:
     """The 32-bit word of the pair `index` lies in."""
     block, pair = divmod(index // 2, 2**32)
     digest = hashlib.sha256(b"olq-uniform-1\n%d\n%d\n%s" % (seed, block, name.encode("utf-8"))).digest()
-    x = (pair + int.from_bytes(digest[:4], "little")) % 2**32
+    x = (pair * 0x9E3779B9 + int.from_bytes(digest[:4], "little")) % 2**32
     x ^= x // 2**16
     x = x * 0x7FEB352D % 2**32
     x ^= x // 2**15
