@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from olq.alloc import TensorSpec
 from olq.errors import ConfigError, LayoutError
-from olq.methods.move import LOAD_DTYPES, guard_moves
+from olq.methods.guards import LOAD_DTYPES, guard
 from olq.methods.state import find_state, make_state, require_live
 
 #: Elements that a forward on the reference path decodes at once (float32: 16 MiB).
@@ -237,7 +237,7 @@ class QuantMethod(ABC):
             state.plans[name] = self.plan(geometry, dtype)
             state.load_parameters[name] = parameter
             state.live, state.reason = False, reason
-            guard_moves(layer)
+            guard(layer)
         return parameter
 
     def _make_parameter(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -1,19 +1,22 @@
-"""`.to()`, `.half()`, `.to_empty()` on a module with quantized weights.
+"""What torch does to modules behind a method's back, on a layer with quantized weights: moves, casts, state dicts.
 
-Kernel tensors are bytes with a meaning: a dtype cast would change float32 scales. So a layer's `_apply`, through which
-all of these go, is guarded.
+Kernel tensors are bytes with a meaning: a dtype cast would change float32 scales. `.to()`, `.half()`, `.to_empty()` and
+the like all go through a module's `_apply`, which is guarded.
 
     a live layer     a move takes the bytes along and says that addresses changed; a cast, and `to_empty`, leave kernel
                      tensors and their tag alone.
     before its load  load-format parameters have no memory and stay on the meta device. A move says where the kernel
                      tensors will live; a cast is a cast of the load format: what arrives is rounded to the new dtype.
     during a load    moves as above; a cast is refused, since some units may be quantized already.
+
+`load_state_dict` of a module that was not prepared itself (a part, or a wrapper) would copy full-precision values
+into codes, or onto the meta device: a layer refuses it outside of a load.
 """
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +36,24 @@ _log = logging.getLogger("olq")
 Function = Callable[[Tensor], Tensor]
 
 
-def guard_moves(layer: nn.Module) -> None:
-    """Guard the layer's `_apply`. A second time changes nothing."""
-    if "_apply" not in layer.__dict__:
-        layer.__dict__["_apply"] = functools.partial(_apply, layer)
+def guard(layer: nn.Module) -> None:
+    """Guard the layer's `_apply` and `_load_from_state_dict`. A second time changes nothing."""
+    for name, guarded in (("_apply", _apply), ("_load_from_state_dict", _load_from_state_dict)):
+        if name not in layer.__dict__:
+            layer.__dict__[name] = functools.partial(guarded, layer)
+
+
+def _load_from_state_dict(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    state = cast("LayerState", find_state(layer))
+    if state.open is None:
+        raise StateError(
+            "A state dict was loaded into a quantized layer without a session.",
+            where=state.label or prefix.rstrip(".") or type(layer).__name__,
+            found="load_state_dict() of a module that prepare() was not called with: a part of one, or a wrapper",
+            need="a load that quantizes what arrives",
+            remedy="olq.load(module, state_dict), or load_state_dict() of the prepared model itself",
+        )
+    type(layer)._load_from_state_dict(layer, state_dict, prefix, *rest)
 
 
 def _apply(layer: nn.Module, fn: Function, recurse: bool = True) -> nn.Module:
@@ -61,7 +78,7 @@ def _apply(layer: nn.Module, fn: Function, recurse: bool = True) -> nn.Module:
     return layer
 
 
-def _take_out(tensors: dict[str, Tensor | None], names: set[str]) -> list[tuple[str, Tensor | None]]:
+def _take_out(tensors: dict[str, Any], names: set[str]) -> list[tuple[str, Any]]:
     """Hide some of a module's tensors; what is left keeps its order.
 
     Returns:
@@ -73,7 +90,7 @@ def _take_out(tensors: dict[str, Tensor | None], names: set[str]) -> list[tuple[
     return before
 
 
-def _put_back(tensors: dict[str, Tensor | None], before: list[tuple[str, Tensor | None]]) -> None:
+def _put_back(tensors: dict[str, Any], before: list[tuple[str, Any]]) -> None:
     others = dict(tensors)
     tensors.clear()
     tensors.update({name: others.get(name, tensor) for name, tensor in before})
@@ -132,7 +149,8 @@ def _cast_load_format(layer: nn.Module, state: LayerState, fn: Function) -> None
         state.plans[name] = method.plan(plan.geometry, dtype)
         parameter = state.load_parameters[name]
         # Not `parameter.data = ...`: after an aborted load that is guarded against loaders.
-        nn.Parameter.data.__set__(parameter, torch.empty(parameter.shape, dtype=dtype, device="meta"))
+        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        Tensor.data.__set__(parameter, empty)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_kernel(name: str, state: LayerState) -> bool:
