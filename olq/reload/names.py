@@ -1,7 +1,7 @@
 """Which name means which parameter, found once a session."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import StateError
-from olq.methods.state import find_state
+from olq.methods.state import FORMAT_SUFFIX, find_state
 from olq.reload import online
 from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.region import Coverage
 from olq.reload.stage import Meter
 
 #: Attribute of a prepared model: names of untied parameters to the name that they were tied to.
 TIES = "quant_ties"
+#: Attribute of a model: names of buffers that `materialize` gave memory to and that nothing has been written to.
+UNWRITTEN = "quant_unwritten"
 
 
 @dataclass
@@ -38,15 +41,31 @@ class Names:
     saved: dict[str, nn.Module] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
     required: list[Progress] = field(default_factory=list)
-    leaders: dict[Progress, Progress] = field(default_factory=dict)
+    leaders: dict[QuantizedWeight, Progress] = field(default_factory=dict)
 
     def names_of(self, progress: Progress) -> list[str]:
         """All names under which a parameter may arrive, that of its saved codes' tag included."""
-        source = self.leaders.get(progress, progress)
+        source = self.leaders.get(progress, progress) if isinstance(progress, QuantizedWeight) else progress
         names = [name for name, one in self.routes.items() if one is source]
         if isinstance(progress, QuantizedWeight):
-            names.append(progress.label + online.FORMAT_SUFFIX)
+            names.append(progress.label + FORMAT_SUFFIX)
         return names
+
+    def release(self, given: Iterable[str]) -> None:
+        """Let untied weights whose saved kernel tensors arrive take nothing from their leaders any more.
+
+        Args:
+            given: names that have arrived, or that will.
+        """
+        given = set(given)
+        for follower, leader in list(self.leaders.items()):
+            names = [follower.label + suffix for suffix in (*follower.plan.tensors, FORMAT_SUFFIX)]
+            if given.isdisjoint(names[1:]):
+                continue
+            del self.leaders[follower]
+            leader.followers.remove(follower)
+            follower.discard()
+            follower.coverage = Coverage(follower.parameter.shape)
 
 
 def collect(model: nn.Module, meter: Meter, measure: bool) -> Names:
@@ -75,11 +94,20 @@ def collect(model: nn.Module, meter: Meter, measure: bool) -> Names:
         load = online.open_layer(layer, meter=meter, measure=measure)
         for weight_name, weight in load.weights.items():
             _add(names, weight, _join(name, weight_name), required=True)
-            for suffix in (*weight.plan.tensors, online.FORMAT_SUFFIX):
+    for name, layer in model.named_modules(remove_duplicate=False):  # a module may have several names
+        for weight_name, plan in (state.plans if (state := find_state(layer)) else {}).items():
+            for suffix in (*plan.tensors, FORMAT_SUFFIX):
                 names.saved[_join(name, weight_name + suffix)] = layer
     _add_plain(model, names)
     _untie(model, names)
     return names
+
+
+def notes(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
+    """What `prepare` and `materialize` noted on a model and its parts, each with the part's name."""
+    for name, module in model.named_modules():
+        if attribute in module.__dict__:
+            yield name, module.__dict__[attribute]
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -98,9 +126,13 @@ def _add_plain(model: nn.Module, names: Names) -> None:
         (name, p, True) for name, p in model.named_parameters(remove_duplicate=False)
     ]
     persistent = _persistent_buffers(model)
-    tensors += [
-        (name, b, False) for name, b in model.named_buffers(remove_duplicate=False) if name in persistent
-    ]
+    unwritten = {_join(prefix, name) for prefix, found in notes(model, UNWRITTEN) for name in found}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            garbage = name in unwritten and not buffer.is_inference() and not buffer._version
+            tensors.append((name, buffer, garbage))
+        elif buffer.device.type == "meta":
+            raise _lost_buffer(name)
     for name, tensor, required in tensors:
         if name in names.routes:
             continue
@@ -133,13 +165,27 @@ def _plain_of(names: Names, name: str, tensor: Tensor) -> Progress:
 
 def _untie(model: nn.Module, names: Names) -> None:
     """Parameters that were one object before prepare: the second takes what arrives for the first."""
-    ties: Mapping[str, str] = model.__dict__.get(TIES, {})
-    for name, primary in ties.items():
-        follower, leader = names.routes[name], names.routes[primary]
-        if isinstance(follower, QuantizedWeight):
+    ties = [
+        (_join(prefix, name), _join(prefix, primary))
+        for prefix, found in notes(model, TIES)
+        for name, primary in found.items()
+    ]
+    for name, primary in ties:
+        follower, leader = names.routes.get(name), names.routes.get(primary)
+        if isinstance(follower, QuantizedWeight) and leader is not None:
             leader.followers.append(follower)
             names.leaders[follower] = leader
-            names.routes[name], names.aliases[name] = leader, primary
+            names.routes[name], names.aliases[name] = leader, leader.label
+
+
+def _lost_buffer(name: str) -> StateError:
+    return StateError(
+        "A buffer that stands in no checkpoint has no values.",
+        where=name,
+        found="a non-persistent buffer on the meta device",
+        need="the values that the module's constructor computes",
+        remedy="construct the model under olq.meta_parameters() instead of torch.device('meta'), or set the buffer",
+    )
 
 
 def _persistent_buffers(model: nn.Module) -> set[str]:
@@ -168,7 +214,8 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
 
     Args:
         model: any module. Quantized weights keep their load-format parameters on meta.
-        device: where the memory is made, uninitialised.
+        device: where the memory is made, uninitialised. Persistent buffers that get memory here are then required
+            from a checkpoint; non-persistent ones stay on meta, and a load refuses to begin until they are set.
 
     Returns:
         The model. Parameter objects, their classes and attributes stay.
@@ -176,25 +223,33 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
     skip = {
         id(p) for m in model.modules() if (state := find_state(m)) for p in state.load_parameters.values()
     }
-    swapped: dict[int, Any] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or tensor.device.type != "meta" or id(tensor) in skip:
-                    continue
-                if id(tensor) not in swapped:
-                    swapped[id(tensor)] = _with_memory(tensor, torch.device(device))
-                tensors[name] = swapped[id(tensor)]
+    made: dict[int, Any] = {}
+    unwritten: set[str] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.device.type == "meta" and id(parameter) not in skip:
+                _give_memory(parameter, torch.device(device))
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.device.type != "meta" or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in made:
+                made[id(buffer)] = buffer, _empty_like(buffer, torch.device(device))
+            module._buffers[name] = made[id(buffer)][1]
+            unwritten.add(_join(prefix, name))
+    if unwritten:
+        model.__dict__[UNWRITTEN] = unwritten.union(model.__dict__.get(UNWRITTEN, ()))
     return model
 
 
-def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same tensor object, or for a buffer a new one, with uninitialised memory on `device`."""
-    real = torch.empty_like(tensor, device=device)
-    if not isinstance(tensor, nn.Parameter):
-        return real
-    twin = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    twin.__class__ = type(tensor)
-    vars(twin).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, twin)  # engines hold the object
-    return tensor
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be loaded outside of inference_mode
+        return torch.empty_like(tensor, device=device)
+
+
+def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
+    """Uninitialised memory on `device` for a parameter on meta; the object stays, since engines hold it."""
+    with torch.inference_mode(False):
+        twin = nn.Parameter(_empty_like(parameter, device), requires_grad=parameter.requires_grad)
+        twin.__class__ = type(parameter)
+        vars(twin).update(vars(parameter))
+        torch.utils.swap_tensors(parameter, twin)

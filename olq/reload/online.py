@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError, LoaderError, StateError
-from olq.methods.move import guard_moves
+from olq.methods.guards import guard
 from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape
+from olq.reload.progress import (
+    PlainParameter,
+    Progress,
+    QuantizedWeight,
+    check_shape,
+    contradiction,
+    same_bytes,
+)
 from olq.reload.region import whole
 from olq.reload.stage import Meter
 
@@ -178,7 +185,7 @@ def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = 
     for name, parameter in state.load_parameters.items():
         wrap_loader(layer, name, parameter)
         parameter.__class__ = _guarded(type(parameter))
-    guard_moves(layer)
+    guard(layer)
     return state.open
 
 
@@ -270,6 +277,21 @@ def abort(layer: nn.Module, *, untouched: bool = False) -> None:
     state.open = None
 
 
+def check_tag(load: LayerLoad, name: str, tag: Tensor, label: str) -> None:
+    """Raise `LayoutError` unless a saved tag is that of the layer's weight.
+
+    Args:
+        load: the layer's load.
+        name: name of the tag's buffer.
+        tag: its bytes.
+        label: full name, for messages.
+    """
+    need = load.weights[name.removesuffix(FORMAT_SUFFIX)].plan.tag
+    found = bytes(tag.to("cpu", torch.uint8).flatten().tolist()).decode(errors="replace")
+    if found != need:
+        raise _restore_error(label, found, need)
+
+
 def restore(load: LayerLoad, name: str, tensor: Tensor, label: str) -> None:
     """Take a kernel tensor, or the tag, of a saved model.
 
@@ -281,12 +303,11 @@ def restore(load: LayerLoad, name: str, tensor: Tensor, label: str) -> None:
 
     Raises:
         LayoutError: shape, dtype or meaning differ from what this layer stores.
+        CoverageError: other bytes have arrived for it, under another name of a shared module.
     """
     for weight_name, weight in load.weights.items():
         if name == weight_name + FORMAT_SUFFIX:
-            found = bytes(tensor.to("cpu", torch.uint8).flatten().tolist()).decode(errors="replace")
-            if found != weight.plan.tag:
-                raise _restore_error(label, found, weight.plan.tag)
+            check_tag(load, name, tensor, label)
             load.restored.add(name)
             return
         for suffix, spec in weight.plan.tensors.items():
@@ -295,6 +316,10 @@ def restore(load: LayerLoad, name: str, tensor: Tensor, label: str) -> None:
                     raise _restore_error(
                         label, f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
                     )
+                if name in load.restored:
+                    if not same_bytes(weight.tensors[suffix], tensor):
+                        raise contradiction(weight.label + suffix, label)
+                    return
                 weight.prepare_tensors()
                 weight.tensors[suffix].copy_(tensor)
                 load.restored.add(name)

@@ -2,16 +2,15 @@
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from olq.config import QuantConfig
 from olq.errors import ConfigError
-from olq.methods.state import find_state
 from olq.registry import get_method
 from olq.reload import online
 from olq.reload.linear import QuantLinear, attach_load_state_dict, take_over
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from olq.methods.base import QuantMethod
 
 _log = logging.getLogger("olq")
+
+#: A layer, its method, and why.
+Choice = tuple[nn.Linear, "QuantMethod", str]
 
 
 def prepare(
@@ -47,14 +49,15 @@ def prepare(
         ConfigError: a pattern fits nothing, or a decision can't be carried out.
         UnknownNameError: no such method.
         LayoutError: a method can't store one of its layers.
-        NonFiniteError: a weight that is quantized now holds inf or NaN.
+        NonFiniteError: a weight that is quantized now holds inf or NaN. Its layer and those after it are left as they
+            were; those before it are quantized. The model can be prepared again.
     """
     resolver = Resolver(config or QuantConfig())
     linears, others = _candidates(model)
     resolver.see(
         name for name, _ in model.named_modules() if name and name not in linears and name not in others
     )
-    chosen: dict[str, tuple[nn.Linear, QuantMethod, str]] = {}
+    chosen: dict[str, Choice] = {}
     kept = dict(model.__dict__.get(KEPT, {}))
     for name, layer in linears.items():
         decision = resolver.decide(name)
@@ -67,24 +70,10 @@ def prepare(
         decision = resolver.decide(name)
         kept[name] = decision.reason if decision.method in (None, "keep") else reason
     resolver.finish()
-    names = _parameter_names(model)
-    ties: dict[str, str] = dict(model.__dict__.get(TIES, {}))
+    model.__dict__[KEPT] = kept
+    model.__dict__[TIES] = {**model.__dict__.get(TIES, {}), **_ties(model, chosen)}
     for name, (layer, method, reason) in chosen.items():
-        weight = layer.weight
-        primary = names[id(weight)][0]
-        if len(names[id(weight)]) > 1 and primary != f"{name}.weight":
-            ties[f"{name}.weight"] = primary
-            _log.info("%s.weight was tied to %s; it is stored by %s of its own", name, primary, method.name)
-        target = torch.device(device) if device is not None else weight.device
-        target = torch.device("cpu") if target.type == "meta" else target
-        take_over(layer, method, device=target, label=name)
-        state = find_state(layer)
-        if state is not None:
-            state.reason = reason
-        if weight.device.type != "meta":
-            _quantize_now(layer, weight)
-        del weight
-    model.__dict__[KEPT], model.__dict__[TIES] = kept, ties
+        _quantize_layer(name, layer, method, reason, device)
     materialize(model, device if device is not None else "cpu")
     attach_load_state_dict(model)
     return model
@@ -117,20 +106,51 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]
     return linears, others
 
 
-def _parameter_names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter object, those of high-precision owners first."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
+def _ties(model: nn.Module, chosen: "Mapping[str, Choice]") -> dict[str, str]:
+    """Quantized weights that are tied: their names to the name whose arrivals they take.
+
+    That is the name of one that stays in high precision, if there is any.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(f"{name}.{leaf}" if name else leaf)
+    weights = {f"{name}.weight" for name in chosen}
+    ties: dict[str, str] = {}
+    for names in owners.values():
+        followers = [name for name in names if name in weights]
+        others = [name for name in names if name not in weights]
+        leader = others[0] if others else names[0]
+        for name in followers:
+            if name != leader:
+                ties[name] = leader
+                _log.info("%s was tied to %s; it is quantized and stored on its own", name, leader)
+    return ties
 
 
-def _quantize_now(layer: nn.Module, weight: Tensor) -> None:
-    """Quantize a weight that is there, and go live."""
-    load = online.open_layer(layer)
-    progress = load.weights["weight"]
-    progress.arrive(whole(weight.shape), weight.detach(), progress.label)
-    online.install(layer)
+def _quantize_layer(
+    name: str, layer: nn.Linear, method: "QuantMethod", reason: str, device: torch.device | str | None
+) -> None:
+    """Take a layer over; quantize its weight now if it has values. After an error the layer is as it was."""
+    weight = layer.weight
+    target = torch.device(device) if device is not None else weight.device
+    target = torch.device("cpu") if target.type == "meta" else target
+    before = dict(layer.__dict__), dict(layer._parameters), layer.__class__
+    try:
+        take_over(layer, method, device=target, label=name, reason=reason)
+        if weight.device.type != "meta":
+            load = online.open_layer(layer)
+            progress = load.weights["weight"]
+            progress.arrive(whole(weight.shape), weight.detach(), progress.label)
+            online.install(layer)
+    except BaseException:
+        layer.__dict__.clear()
+        layer.__dict__.update(before[0])
+        layer._parameters.clear()
+        layer._parameters.update(before[1])
+        layer.__class__ = before[2]
+        raise
 
 
 @contextmanager

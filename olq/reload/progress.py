@@ -155,7 +155,7 @@ class PlainParameter(Progress):
     def holds(self, source: Tensor) -> bool:
         """Whether the parameter has the values of `source`, rounded to its dtype."""
         mine = self.parameter.detach()
-        return mine.shape == source.shape and _same_bytes(mine, source.to(mine.device, mine.dtype))
+        return mine.shape == source.shape and same_bytes(mine, source.to(mine.device, mine.dtype))
 
     def put_back(self, memory: Tensor) -> Tensor:
         """Give the parameter its own memory again after a `parameter.data = x`. Nothing is copied.
@@ -270,7 +270,7 @@ class QuantizedWeight(Progress):
             meter=self._meter,
         )
         twin.arrive(whole(self.coverage.shape), source, self.label)
-        return all(_same_bytes(tensor, twin.tensors[suffix]) for suffix, tensor in self.tensors.items())
+        return all(same_bytes(tensor, twin.tensors[suffix]) for suffix, tensor in self.tensors.items())
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -431,10 +431,21 @@ def _source_error(source: Tensor, label: str, name: str, need: Sequence[torch.dt
     )
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equality of bytes: -0.0 is not 0.0, and NaN equals itself."""
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equality of bytes of tensors of one dtype: -0.0 is not 0.0, and NaN equals itself."""
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.view(as_integers), b.view(as_integers))
+    return torch.equal(a.view(as_integers), b.to(a.device).view(as_integers))
+
+
+def contradiction(first: str, second: str) -> CoverageError:
+    """What to raise when a tied parameter has different values under two names."""
+    return CoverageError(
+        "A tied parameter arrived under two names with different values.",
+        where=f"{second} (tied to {first})",
+        found="values that differ from those that arrived first",
+        need="equal values, or a model whose parameters are not tied",
+        remedy="untie the parameters before prepare(), or drop one of the names from the source",
+    )
 
 
 def _normal(indices: range) -> range:
@@ -468,6 +479,6 @@ def _first_non_finite(source: Tensor) -> tuple[list[int], float]:
     for i, row in enumerate(source.reshape(-1, source.shape[-1])):
         bad = (~row.isfinite()).nonzero()
         if len(bad):
-            index = torch.unravel_index(torch.tensor(i), source.shape[:-1])
+            index = torch.unravel_index(torch.tensor(i, device="cpu"), source.shape[:-1])
             return [*(int(d) for d in index), int(bad[0])], float(row[bad[0]])
     return [0] * source.dim(), float("nan")

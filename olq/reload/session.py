@@ -10,17 +10,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
 from olq import patterns
 from olq.errors import CoverageError, StateError, UnknownNameError
+from olq.methods.state import FORMAT_SUFFIX
 from olq.reload import online
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
-from olq.reload.names import Names, collect, near
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape
+from olq.reload.names import UNWRITTEN, Names, collect, near
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape, contradiction
 from olq.reload.region import whole
 from olq.reload.reporting import build_report
 from olq.reload.sources import Source, Weights, open_source
@@ -110,11 +111,12 @@ class Session:
         if (saved := self.names.saved.get(name)) is not None and (
             name not in self.names.routes or _packed(tensor)
         ):
+            self.names.release([name])
             online.restore(online.load_of(saved), name.rpartition(".")[2], tensor, name)
         elif (progress := self.names.routes.get(name)) is None:
             self._take_surplus(name)
-        elif (primary := self.names.aliases.get(name)) is not None and progress.coverage.count:
-            self._compare_alias(name, primary, progress, tensor)
+        elif (other := self._arrived_as(progress, name)) is not None:
+            self._compare_alias(name, other, progress, tensor)
         else:
             self._feed(name, progress, tensor, loader_args)
         self._done_bytes += tensor.numel() * tensor.element_size()
@@ -136,6 +138,9 @@ class Session:
         if own_loader is None or self._is_saved(source):
             if source.names is not None:
                 self._check_names(source)
+                self.names.release(source.names)
+            if isinstance(weights, Mapping):
+                check_tags(cast("Mapping[str, Tensor]", weights), self.names)
             for name, tensor in source.items:
                 self.feed(name, tensor)
                 del tensor
@@ -175,6 +180,8 @@ class Session:
         for layer in self.names.layers.values():
             online.install(layer)
         self.model.__dict__["quant_generation"] = report.generation
+        for module in self.model.modules():
+            module.__dict__.pop(UNWRITTEN, None)
         self._state = "committed"
         return report
 
@@ -218,17 +225,18 @@ class Session:
             elif isinstance(progress, PlainParameter):
                 progress.copy(box, tensor, name)
 
-    def _compare_alias(self, name: str, primary: str, progress: Progress, tensor: Tensor) -> None:
+    def _arrived_as(self, progress: Progress, name: str) -> str | None:
+        """The other name of a tied parameter under which all of it has arrived, or None."""
+        if not progress.coverage.complete:
+            return None
+        other = progress.coverage.find(whole(progress.coverage.shape))
+        return other if other != name and other in self.names.routes else None
+
+    def _compare_alias(self, name: str, other: str, progress: Progress, tensor: Tensor) -> None:
         """A tied parameter under its second name: equal bytes say nothing new, others are a contradiction."""
         if not progress.holds(tensor):
-            raise CoverageError(
-                "A tied parameter arrived under two names with different values.",
-                where=f"{name} (tied to {primary})",
-                found="values that differ from those that arrived first",
-                need="equal values, or a model whose parameters are not tied",
-                remedy="untie the parameters before prepare(), or drop one of the names from the source",
-            )
-        self._aliases[name] = primary
+            raise contradiction(other, name)
+        self._aliases[name] = other
 
     def _take_surplus(self, name: str) -> None:
         if not any(pattern.match(name) is not None for pattern in self._allowed):
@@ -324,6 +332,14 @@ def unknown_error(names: Sequence[str], routes: Mapping[str, Any], where: str) -
         need=f"names of the {len(routes)} parameters of the model",
         remedy="rename them before feeding, or list them under allow_surplus",
     )
+
+
+def check_tags(weights: Mapping[str, Any], names: Names) -> None:
+    """Raise `LayoutError` if saved kernel tensors mean something else than this model stores; nothing is written."""
+    for name, layer in names.saved.items():
+        tag = weights.get(name) if name.endswith(FORMAT_SUFFIX) else None
+        if isinstance(tag, Tensor):
+            online.check_tag(online.load_of(layer), name.rpartition(".")[2], tag, name)
 
 
 def _packed(tensor: Tensor) -> bool:
