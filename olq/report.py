@@ -21,7 +21,7 @@ class WeightReport:
         direct: elements quantized straight from a source; the others were staged first.
         generation: number of commits so far.
         sqnr_db: signal to quantization noise in decibels, if measured.
-        worst_db: the same of the worst block, and `worst_block`, its first row and column.
+        worst_db: the same of the worst block, and `worst_block`, the position of its first element.
     """
 
     name: str
@@ -35,7 +35,7 @@ class WeightReport:
     generation: int
     sqnr_db: float | None = None
     worst_db: float | None = None
-    worst_block: tuple[int, int] | None = None
+    worst_block: tuple[int, ...] | None = None
 
     @property
     def bits_per_element(self) -> float:
@@ -93,9 +93,15 @@ class Report:
         """Bits of kernel tensors for each element of the quantized weights."""
         return 8 * self.kernel_bytes / max(sum(math.prod(weight.shape) for weight in self.weights), 1)
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all parameters in full precision: those that were quantized, and those kept."""
+        return sum(weight.source_bytes for weight in self.weights) + self.kept_bytes
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return asdict(self)
+        """Plain data and the totals, ready for strict JSON: infinite decibels are the strings "inf" and "-inf"."""
+        totals = ("kernel_bytes", "kept_bytes", "source_bytes", "bits_per_element")
+        return _plain({**asdict(self), **{name: getattr(self, name) for name in totals}})
 
     def table(self) -> str:
         """One line a parameter, then the totals."""
@@ -119,13 +125,15 @@ class Report:
         if measured:
             head += ["SQNR dB", "worst block"]
             for row, weight in zip(rows, self.weights, strict=False):
-                row += [f"{weight.sqnr_db:.1f}", f"{weight.worst_db:.1f} at {list(weight.worst_block or ())}"]
+                row += _error_cells(weight)
             for row in rows[len(self.weights) :]:
                 row += ["", ""]
         lines = _columns([head, *rows])
+        share = self.kept_bytes / max(self.source_bytes, 1)
         lines.append(
             f"{len(self.weights)} weights quantized: {_mib(self.kernel_bytes)} MiB, {self.bits_per_element:.2f} "
-            f"bits an element; {len(self.kept)} parameters kept: {_mib(self.kept_bytes)} MiB; at most "
+            f"bits an element; {len(self.kept)} parameters kept: {_mib(self.kept_bytes)} of "
+            f"{_mib(self.source_bytes)} MiB of full precision left unquantized ({share:.0%}); at most "
             f"{_mib(self.staged_peak_bytes)} MiB waited; {self.seconds:.2f} s"
         )
         lines += [f"alias: {name} is {target}" for name, target in self.aliases.items()]
@@ -135,6 +143,22 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _error_cells(weight: WeightReport) -> list[str]:
+    if weight.sqnr_db is None or weight.worst_db is None:
+        return ["", ""]  # nothing but zeros, or loaded as codes
+    return [f"{weight.sqnr_db:.1f}", f"{weight.worst_db:.1f} at {list(weight.worst_block or ())}"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _mib(count: int) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from olq.methods.base import QuantMethod, Target, WeightPlan
 
 #: Elements that are decoded and compared at once.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 17
 
 
 def decibel(signal: float, noise: float) -> float:
@@ -25,14 +25,15 @@ def decibel(signal: float, noise: float) -> float:
 class ErrorMeter:
     """Sums of squares over a weight, and its block with the lowest ratio of signal to noise.
 
-    Blocks are those that share a scale, cut where an arrival or a chunk of 262,144 elements cuts
-    them. Sums are float64.
+    Blocks are those that share a scale, cut where an arrival cuts them. Sums are float64. A saturated value counts as
+    the finite value that it was taken for. Scratch: 5 MiB, or 40 bytes an element of a block that is larger than
+    131,072 elements and not a whole part.
     """
 
     signal: float = 0.0
     noise: float = 0.0
     worst_db: float = math.inf
-    worst_block: tuple[int, int] = (0, 0)
+    worst_block: tuple[int, ...] = ()
 
     @property
     def sqnr_db(self) -> float:
@@ -56,41 +57,86 @@ class ErrorMeter:
             target: which units.
             source: what arrived for them, [*lead, n, k].
         """
-        block = plan.block[0] or len(target.rows), plan.block[1] or len(target.columns)
-        rows_at_once = max(_CHUNK // max(len(target.columns), 1) // block[0] * block[0], block[0])
-        for start in range(0, len(target.rows), rows_at_once):
-            rows = target.rows[start : start + rows_at_once]
-            some = Target(target.lead, target.part, rows, target.columns)
-            exact = source[..., start : start + len(rows), :].to(tensors[""].device, plan.dtype).float()
-            stored = torch.empty_like(exact, memory_format=torch.contiguous_format)
-            method.dequantize_(stored, tensors, plan, some)
-            noise = (stored - exact).square_()
-            first = plan.geometry.starts[target.part] + rows.start, target.columns.start
-            self._add_blocks(exact.square_(), noise, block, first)
-
-    def _add_blocks(
-        self, signal: Tensor, noise: Tensor, block: tuple[int, int], first: tuple[int, int]
-    ) -> None:
-        signal_per, noise_per = _block_sums(signal, block), _block_sums(noise, block)
-        self.signal += float(signal_per.sum())
-        self.noise += float(noise_per.sum())
-        ratio = torch.where(noise_per > 0, signal_per / noise_per, math.inf)
-        if not ratio.numel():
+        if not source.numel():
             return
+        # A block that is the whole part is summed up over bands of rows; all others are whole within a band.
+        block = plan.block[0] or len(target.rows), plan.block[1] or len(target.columns)
+        whole_part = not plan.block[0]
+        lead = math.prod(source.shape[:-2])
+        step = max(_CHUNK // (lead * len(target.columns)), 1)
+        step = step if whole_part else max(step // block[0], 1) * block[0]
+        sums: tuple[Tensor, Tensor] | None = None
+        for start in range(0, len(target.rows), step):
+            band = target.rows[start : start + step]
+            pieces = self._band(
+                method, plan, tensors, target, band, source[..., start : start + len(band), :]
+            )
+            down = len(band) if whole_part else block[0]
+            found = _block_sums(pieces[0], (down, block[1])), _block_sums(pieces[1], (down, block[1]))
+            if not whole_part:
+                self._take(*found, plan, target, band, block)
+            else:
+                sums = found if sums is None else (sums[0] + found[0], sums[1] + found[1])
+        if sums is not None:
+            self._take(*sums, plan, target, target.rows, block)
+
+    def _band(
+        self,
+        method: QuantMethod,
+        plan: WeightPlan,
+        tensors: Mapping[str, Tensor],
+        target: Target,
+        band: range,
+        source: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Squares of the values and of the errors of some rows, float32."""
+        keeps = getattr(method.params, "source_precision", "parameter") == "keep"
+        dtype = source.dtype if keeps else plan.dtype
+        most = torch.finfo(dtype).max
+        exact = source.to(tensors[""].device, dtype).nan_to_num(0.0, most, -most).float()
+        stored = torch.empty_like(exact, memory_format=torch.contiguous_format)
+        method.dequantize_(stored, tensors, plan, Target(target.lead, target.part, band, target.columns))
+        return exact.double().square_(), stored.sub_(exact).double().square_()
+
+    def _take(
+        self,
+        signal: Tensor,
+        noise: Tensor,
+        plan: WeightPlan,
+        target: Target,
+        band: range,
+        block: tuple[int, int],
+    ) -> None:
+        """Add sums over blocks, [*lead, down, across]."""
+        self.signal += float(signal.sum())
+        self.noise += float(noise.sum())
+        ratio = torch.where(noise > 0, signal / noise, math.inf)
         lowest = int(ratio.argmin())
         value = float(ratio.flatten()[lowest])
-        db = 10.0 * math.log10(value) if 0.0 < value < math.inf else (math.inf if value else -math.inf)
-        if db < self.worst_db:
-            at = torch.unravel_index(torch.tensor(lowest), ratio.shape)
+        db = decibel(value, 1.0) if value < math.inf else math.inf
+        if not self.worst_block or db < self.worst_db:
+            *at, down, across = _unravel(lowest, ratio.shape)
+            experts = [
+                range(s.start or 0, s.stop, s.step or 1)[i] for s, i in zip(target.lead, at, strict=True)
+            ]
+            row = plan.geometry.starts[target.part] + band[down * block[0]]
             self.worst_db = db
-            self.worst_block = first[0] + int(at[-2]) * block[0], first[1] + int(at[-1]) * block[1]
+            self.worst_block = (*experts, row, target.columns[across * block[1]])
+
+
+def _unravel(index: int, shape: torch.Size) -> list[int]:
+    """Coordinates of a flat index."""
+    at: list[int] = []
+    for n in reversed(shape):
+        index, here = divmod(index, n)
+        at.append(here)
+    return at[::-1]
 
 
 def _block_sums(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Sums over blocks of the last two dimensions, float64; the last row and column of blocks may be part-filled."""
+    """Sums over blocks of the last two dimensions; the last row and column of blocks may be part-filled."""
     rows, columns = values.shape[-2:]
     pad = -columns % block[1], -rows % block[0]
     values = functional.pad(values, (0, pad[0], 0, pad[1]))
     down, across = (rows + pad[1]) // block[0], (columns + pad[0]) // block[1]
-    cut = values.reshape(*values.shape[:-2], down, block[0], across, block[1])
-    return cut.sum((-3, -1), dtype=torch.float64)
+    return values.reshape(*values.shape[:-2], down, block[0], across, block[1]).sum((-3, -1))

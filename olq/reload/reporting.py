@@ -6,7 +6,7 @@ from typing import cast
 from torch import nn
 
 from olq.methods.state import LayerState, find_state
-from olq.reload.names import Names
+from olq.reload.names import Names, notes
 from olq.reload.progress import PlainParameter, QuantizedWeight
 from olq.report import KeptReport, Report, WeightReport
 
@@ -24,7 +24,11 @@ def build_report(
     seconds: float,
 ) -> Report:
     """The report of a load that is about to be committed."""
-    kept_reasons: Mapping[str, str] = model.__dict__.get(KEPT, {})
+    reasons = {
+        f"{prefix}.{name}" if prefix else name: reason
+        for prefix, found in notes(model, KEPT)
+        for name, reason in found.items()
+    }
     weights, kept, untouched = [], [], []
     states = {name: cast("LayerState", find_state(layer)) for name, layer in names.layers.items()}
     for progress in names.progress:
@@ -36,14 +40,13 @@ def build_report(
             untouched.append(progress.label)
         parameter = progress.parameter
         if isinstance(progress, PlainParameter) and isinstance(parameter, nn.Parameter):
-            reason = kept_reasons.get(layer_name, "not a quantizable weight")
             kept.append(
                 KeptReport(
                     progress.label,
                     tuple(parameter.shape),
                     str(parameter.dtype).removeprefix("torch."),
                     parameter.numel() * parameter.element_size(),
-                    reason,
+                    _why_kept(model, layer_name, parameter, names, reasons),
                 )
             )
     return Report(
@@ -56,6 +59,17 @@ def build_report(
         seconds=seconds,
         generation=model.__dict__.get("quant_generation", 0) + 1,
     )
+
+
+def _why_kept(
+    model: nn.Module, owner: str, parameter: nn.Parameter, names: Names, reasons: Mapping[str, str]
+) -> str:
+    if owner in reasons:
+        return reasons[owner]
+    kind = type(model.get_submodule(owner)).__name__
+    if owner in names.layers:
+        return "no weight of the layer's method"
+    return f"{kind} is no linear layer" + (": a bare parameter" if parameter.dim() > 2 else "")
 
 
 def _weight(weight: QuantizedWeight, state: LayerState) -> WeightReport:
