@@ -52,7 +52,7 @@ def test_values_are_torchs_own(device, dtype):
         dummy_init_tensor(LAYOUTS[name](mine), *bounds, 77, compat="vllm", name="weight_scale")
         by_torch(LAYOUTS[name](theirs), *bounds, 77)
         assert same_bytes(mine, theirs), (name, bounds)
-        assert mine.float().unique().numel() > 1, "something was drawn"
+        assert mine.float().unique().numel() > (name != "one"), "something was drawn"
 
 
 def test_what_is_no_float_is_left():
