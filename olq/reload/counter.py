@@ -14,6 +14,7 @@ see: writes by another thread than the scope's, and sources that are changed thr
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,7 +56,8 @@ class CopyCounter(TorchDispatchMode):
         self._writes: dict[QuantizedWeight, Writes] = {}
         self._observed: dict[PlainParameter, list[Box]] = {}
         self._sources: set[int] = set()
-        self._depth = 0
+        #: Open scopes.
+        self.depth = 0
         self._paused = False
         self.name = ""
         #: The first error raised inside a scope: `load_state_dict` turns exceptions into text.
@@ -63,39 +65,16 @@ class CopyCounter(TorchDispatchMode):
         #: Writes seen since the outermost scope opened.
         self.seen = 0
 
-    @contextmanager
-    def scope(self, name: str, plains: Iterable[PlainParameter] = ()) -> Iterator["CopyCounter"]:
-        """One call of a loader. Arrivals of the outermost scope are handed over when it closes without an error.
+    def scope(self, name: str, plains: Iterable[PlainParameter] = ()) -> "_Scope":
+        """One call of a loader, as a context manager that gives the counter.
+
+        Arrivals of the outermost scope are handed over when it closes without an error.
 
         Args:
             name: what is being loaded, for messages and for the report.
             plains: parameters with memory of their own whose `data` the loader may assign to.
         """
-        if self._depth:
-            self._depth += 1
-            try:
-                yield self
-                self._adopt(plains)
-            finally:
-                self._depth -= 1
-                self._put_back(plains)
-            return
-        outer = active_counter()
-        _active.counter, self.name, self.seen = self, name, 0
-        self._depth = 1
-        try:
-            with torch.no_grad(), self:
-                yield self
-            self._adopt(plains)
-            self.flush()
-        except OlqError as error:
-            self.error = self.error or error
-            raise
-        finally:
-            self._depth = 0
-            self._forget()
-            _active.counter = outer
-            self._put_back(plains)
+        return _Scope(self, name, plains)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,25 +93,38 @@ class CopyCounter(TorchDispatchMode):
         Args:
             name: name of what comes next; None keeps the present one.
         """
-        writes, observed = self._writes, self._observed
-        self._forget()
-        arrived: list[tuple[Progress, Box]] = []
-        try:
-            with self.paused():
+        if self._writes or self._observed:
+            writes, observed = self._writes, self._observed
+            self._forget()
+            arrived: list[tuple[Progress, Box]] = []
+            before, self._paused = self._paused, True
+            try:
                 for weight, mine in writes.items():
                     for box, source in mine.arrivals():
                         _check_memory(source, weight, self.name)
                         weight.arrive(box, source, self.name)
                         arrived.append((weight, box))
                 for parameter, boxes in observed.items():
-                    for box in parameter.arrive_all(boxes, self.name):
-                        arrived.append((parameter, box))
-        except BaseException:
-            for progress, box in arrived:
-                progress.retract(box, self.name)
-            raise
+                    arrived.extend((parameter, box) for box in parameter.arrive_all(boxes, self.name))
+            except BaseException:
+                for progress, box in arrived:
+                    progress.retract(box, self.name)
+                raise
+            finally:
+                self._paused = before
         if name is not None:
             self.name = name
+
+    def _open(self, name: str) -> "CopyCounter | None":
+        """Begin the outermost scope; returns the counter that was active in this thread."""
+        outer = active_counter()
+        _active.counter, self.name, self.seen = self, name, 0
+        return outer
+
+    def _close(self, outer: "CopyCounter | None") -> None:
+        """End the outermost scope, whatever happened in it."""
+        self._forget()
+        _active.counter = outer
 
     def _adopt(self, plains: Iterable[PlainParameter]) -> None:
         """Take the values of `parameter.data = x`, which emits no operator, and put the old memory back."""
@@ -436,6 +428,48 @@ class CopyCounter(TorchDispatchMode):
             need=f"shape {list(target.shape)}, or one that broadcasts to it",
             remedy="check that checkpoint and model agree, and that the loader slices both alike",
         )
+
+
+class _Scope:
+    """See `CopyCounter.scope`. A class of its own, since a generator's context manager costs as much as a copy."""
+
+    __slots__ = ("_counter", "_name", "_no_grad", "_outer", "_plains")
+
+    def __init__(self, counter: CopyCounter, name: str, plains: Iterable[PlainParameter]) -> None:
+        self._counter, self._name, self._plains = counter, name, plains
+
+    def __enter__(self) -> CopyCounter:
+        counter = self._counter
+        if not counter.depth:
+            self._outer = counter._open(self._name)
+            self._no_grad = torch.no_grad()
+            self._no_grad.__enter__()
+            counter.__enter__()
+        counter.depth += 1
+        return counter
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        counter = self._counter
+        counter.depth -= 1
+        if not counter.depth:
+            counter.__exit__(kind, error, trace)
+            self._no_grad.__exit__(kind, error, trace)
+        try:
+            if error is None:
+                counter._adopt(self._plains)
+                if not counter.depth:
+                    counter.flush()
+        except OlqError as own:
+            error = own
+            raise
+        finally:
+            if isinstance(error, OlqError):
+                counter.error = counter.error or error
+            counter._put_back(self._plains)
+            if not counter.depth:
+                counter._close(self._outer)
 
 
 # Not in the class body: torch wraps a method of this name in one that imports its compiler, 800 modules, on first use.

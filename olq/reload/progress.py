@@ -300,9 +300,8 @@ class QuantizedWeight(Progress):
             if rows and size(box):
                 first = (rows.start - box[-2].start) // box[-2].step
                 inside = _normal(range(rows.start - start, rows.stop - start, rows.step))
-                self._arrive_part(
-                    box[:-2], part, inside, source[..., first : first + len(rows), :], box[-1], name
-                )
+                some = source if len(rows) == len(box[-2]) else source[..., first : first + len(rows), :]
+                self._arrive_part(box[:-2], part, inside, some, box[-1], name)
 
     def discard(self) -> None:
         """Drop what waits."""
@@ -323,16 +322,19 @@ class QuantizedWeight(Progress):
         top, left = rows.index(inner_rows[0]), columns.index(inner_columns[0])
         bottom, right = top + len(inner_rows), left + len(inner_columns)
         target = Target(tuple(slice(r.start, r.stop, r.step) for r in lead), part, inner_rows, inner_columns)
-        self._quantize(target, source[..., top:bottom, left:right], name)
+        whole_units = len(inner_rows) == len(rows) and len(inner_columns) == len(columns)
+        self._quantize(target, source if whole_units else source[..., top:bottom, left:right], name)
         self.direct_elements += size((*lead, inner_rows, inner_columns))
-        self._stage(lead, part, rows[:top], columns, source[..., :top, :], name)
-        self._stage(lead, part, rows[bottom:], columns, source[..., bottom:, :], name)
-        self._stage(lead, part, inner_rows, columns[:left], source[..., top:bottom, :left], name)
-        self._stage(lead, part, inner_rows, columns[right:], source[..., top:bottom, right:], name)
+        if top:
+            self._stage(lead, part, rows[:top], columns, source[..., :top, :], name)
+        if bottom < len(rows):
+            self._stage(lead, part, rows[bottom:], columns, source[..., bottom:, :], name)
+        if left:
+            self._stage(lead, part, inner_rows, columns[:left], source[..., top:bottom, :left], name)
+        if right < len(columns):
+            self._stage(lead, part, inner_rows, columns[right:], source[..., top:bottom, right:], name)
 
     def _stage(self, lead: Box, part: int, rows: range, columns: range, source: Tensor, name: str) -> None:
-        if not rows or not columns:
-            return
         height, width = self.plan.geometry.parts[part], self.plan.geometry.columns
         for at, matrix in _matrices(lead, source):
             stage = self._stages.get((at, part))

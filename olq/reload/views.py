@@ -7,6 +7,7 @@ few boxes. Everything else is resolved by writing through the same strides into 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product as cartesian
 from math import prod
 from typing import Any
@@ -64,10 +65,8 @@ def resolve(parameter: Tensor, view: Tensor) -> list[Mapping] | None:
         return None
     offset = int(view.storage_offset()) - int(parameter.storage_offset())
     sizes, strides = tuple(view.shape), view.stride()
-    if (
-        not offset and sizes == parameter.shape and strides == parameter.stride()
-    ):  # the whole: the common case
-        return [Mapping(tuple(map(range, sizes)), tuple(range(len(sizes))))]
+    if not offset and sizes == parameter.shape and strides == parameter.stride():
+        return _whole(sizes)
     if found := _box(parameter, offset, sizes, strides):
         return [Mapping(*found)]
     if (merged := _merge(parameter, sizes, strides)) and (found := _box(parameter, offset, *merged)):
@@ -85,6 +84,12 @@ def resolve(parameter: Tensor, view: Tensor) -> list[Mapping] | None:
             if len(cuts) == sizes[d]:
                 return cuts
     return None
+
+
+@lru_cache(maxsize=1024)
+def _whole(sizes: tuple[int, ...]) -> list[Mapping]:
+    """All of a parameter: the common case."""
+    return [Mapping(tuple(map(range, sizes)), tuple(range(len(sizes))))]
 
 
 def _box(
