@@ -1,0 +1,133 @@
+"""How an operator is declared, and the checks that operators share. No arithmetic.
+
+A check raises LayoutError for arguments that don't fit; it only looks at shapes, dtypes, strides and devices, so
+that it is the fake implementation too. Sizes may be symbolic; a comparison then becomes a guard.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from olq.errors import LayoutError
+from olq.formats import SCALE_LAYOUTS
+from olq.numerics.source import SOURCE_DTYPES
+
+_Function = Callable[..., None]
+_LIBRARY = torch.library.Library("olq", "DEF")
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Parts of schemas.
+BLOCK = "int block_rows, int block_columns"
+PLACE = "str scale_layout, int row, int row_step, int column"
+TAIL = "ScalarType? through=None, bool saturate=False"
+
+
+def operator(arguments: str, check: _Function) -> Callable[[_Function], _Function]:
+    """Declare `olq::<function name>`: the function on CPU and CUDA behind `check`, `check` alone as the fake.
+
+    Sizes in a check may be symbolic; a comparison then becomes a guard.
+    """
+
+    def declare(function: _Function) -> _Function:
+        name = function.__name__
+
+        def checked(*args: object, **kwargs: object) -> None:
+            check(*args, **kwargs)
+            with torch.no_grad():
+                function(*args, **kwargs)
+
+        _LIBRARY.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, checked, device)
+        torch.library.register_fake(f"olq::{name}", check, lib=_LIBRARY)
+        return function
+
+    return declare
+
+
+def fail(operator: str, argument: str, found: object, need: str) -> None:
+    """Refuse an argument."""
+    raise LayoutError(
+        f"{operator} can't take this {argument}.",
+        where=f"torch.ops.olq.{operator}, argument {argument!r}",
+        found=str(found),
+        need=need,
+        remedy="make the storage with olq.alloc from the method's plan, or pass the matching view of it",
+    )
+
+
+def check_shape(operator: str, argument: str, tensor: Tensor, need: tuple[int, ...]) -> None:
+    """Refuse any other shape."""
+    if tuple(tensor.shape) != tuple(need):
+        fail(operator, argument, f"shape {tuple(tensor.shape)}", f"shape {tuple(need)}")
+
+
+def check_dtype(operator: str, argument: str, tensor: Tensor, *need: torch.dtype) -> None:
+    """Refuse any other dtype."""
+    if tensor.dtype not in need:
+        fail(operator, argument, tensor.dtype, f"{' or '.join(str(dtype) for dtype in need)}")
+
+
+def check_source(
+    operator: str, source: Tensor, through: torch.dtype | None
+) -> tuple[tuple[int, ...], int, int]:
+    """Check a source; its (lead, n, k)."""
+    check_dtype(operator, "source", source, *SOURCE_DTYPES)
+    if through is not None and through not in SOURCE_DTYPES:
+        fail(operator, "through", through, f"None or {' or '.join(str(dtype) for dtype in SOURCE_DTYPES)}")
+    return check_matrix(operator, "source", source)
+
+
+def check_matrix(operator: str, argument: str, tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
+    """Check that a tensor has rows and columns; its (lead, n, k)."""
+    if tensor.dim() < 2:
+        fail(operator, argument, f"{tensor.dim()} dimensions", "[*lead, n, k]")
+    *lead, n, k = tensor.shape
+    return tuple(lead), n, k
+
+
+def check_blocks(operator: str, block_rows: int, block_columns: int) -> tuple[int, int]:
+    """Check a block size; 0 is the whole extent."""
+    if block_rows < 0 or block_columns < 0:
+        fail(operator, "block", (block_rows, block_columns), "positive, or 0 for the whole extent")
+    return block_rows, block_columns
+
+
+def check_same_device(operator: str, **tensors: Tensor) -> None:
+    """Check that all are where the first one is."""
+    (first, anchor), *rest = tensors.items()
+    for argument, tensor in rest:
+        if tensor.device != anchor.device:
+            fail(operator, argument, tensor.device, f"{anchor.device}, where {first!r} is")
+
+
+def check_places(
+    operator: str,
+    scale: Tensor,
+    lead: tuple[int, ...],
+    n: int,
+    blocks: int,
+    layout: str,
+    place: tuple[int, int, int],
+) -> None:
+    """Check that n x blocks scale bytes fit where they are told to go."""
+    row, row_step, column = place
+    check_dtype(operator, "scale", scale, torch.uint8)
+    if layout not in SCALE_LAYOUTS:
+        fail(operator, "scale_layout", repr(layout), f"one of {', '.join(SCALE_LAYOUTS)}")
+    if row < 0 or column < 0 or row_step < 1:
+        found = f"row {row}, row_step {row_step}, column {column}"
+        fail(operator, "place", found, "row >= 0, row_step >= 1, column >= 0")
+    if scale.dim() != len(lead) + 2 or tuple(scale.shape[:-2]) != tuple(lead):
+        fail(operator, "scale", f"shape {tuple(scale.shape)}", f"{(*lead, 'R', 'C')}")
+    rows, columns = scale.shape[-2:]
+    last_row, last_column = row + max(n - 1, 0) * row_step, column + blocks
+    if n and blocks and (last_row >= rows or last_column > columns):
+        need = f"at least {last_row + 1} rows and {last_column} columns"
+        fail(operator, "scale", f"shape {tuple(scale.shape)}", need)
+    if layout == "swizzled_128x4":
+        dense = scale.stride(-1) == 1 and scale.stride(-2) == columns
+        if rows % 128 or columns % 4 or not dense:
+            found = f"shape {tuple(scale.shape)}, strides {tuple(scale.stride())}"
+            fail(operator, "scale", found, "rows in 128s, columns in 4s, the last two dimensions dense")
