@@ -9,7 +9,7 @@ i         index of the element in the unsharded tensor, row-major. So neither ch
 Exact     `step` has 8 significant bits, so t * step has no rounding: a kernel may fuse it with the addition.
 Integers  32 bits, modulo 2**32. Torch has no unsigned shift: an arithmetic one and a mask stand in for it.
 Spec      docs/formats/dummy.md, with the reasons for this mix and its measured quality.
-Scratch   1.3 MiB a device, whatever the tensor's size.
+Scratch   1.3 MiB on a CPU, 20 MiB on another device, whatever the tensor's size.
 """
 
 import hashlib
@@ -27,8 +27,9 @@ RULE = "olq-uniform-1"
 """Enters every key: a rule with other values gets another name."""
 
 WORDS = 1 << 16
-"""Words of one box. Words, their helper and two float32 a word stay in a core's second-level cache. Read at
-each call, so that tests can make it small."""
+"""Words of one box on a CPU: they, their helper and two float32 a word stay in a core's second-level cache.
+Sixteen times as many elsewhere, where a launch costs more than the arithmetic. Read when a device is first
+used, so that tests can make it small."""
 
 RUN = 512
 """Longest run of a box whose neighbours in the index are not neighbours in memory."""
@@ -98,9 +99,9 @@ class UniformFill:
         with torch.inference_mode(out.is_inference()), torch.no_grad():
             buffers = self._buffers_on(out.device)
             dims = _merge(zip(out.shape, out.stride(), strides, strict=True))
-            for piece in _narrow(dims, base, int(out.storage_offset())):
+            for piece in _narrow(dims, base, int(out.storage_offset()), buffers.size):
                 for even in _even(*piece):
-                    for box in _boxes(*even):
+                    for box in _boxes(*even, buffers.size):
                         self._fill_box(out, name, buffers, *box)
 
     def _fill_box(
@@ -136,10 +137,9 @@ class UniformFill:
         target.copy_(values)
 
     def _buffers_on(self, device: torch.device) -> "_Buffers":
-        known = self._buffers.get(device)
-        if known is None or known.words.numel() < WORDS:
-            known = self._buffers[device] = _Buffers(device)
-        return known
+        if device not in self._buffers:
+            self._buffers[device] = _Buffers(device)
+        return self._buffers[device]
 
     def _check(self, out: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
         if len(shape) != out.dim() or len(offset) != out.dim():
@@ -174,13 +174,14 @@ class UniformFill:
 
 
 class _Buffers:
-    """Scratch of one device."""
+    """Scratch of one device, for boxes of `size` words."""
 
     def __init__(self, device: torch.device) -> None:
+        self.size = WORDS if device.type == "cpu" else 16 * WORDS
         with torch.inference_mode(False):
-            self.weyl = _signed_tensor(torch.arange(WORDS, device=device) * _GAMMA)
+            self.weyl = torch.arange(self.size, dtype=torch.int32, device=device).mul_(_signed(_GAMMA))
             self.words, self.helper = torch.empty_like(self.weyl), torch.empty_like(self.weyl)
-            self.values = torch.empty(2 * WORDS, dtype=torch.float32, device=device)
+            self.values = torch.empty(2 * self.size, dtype=torch.float32, device=device)
 
 
 def key(seed: int, name: str, block: int) -> tuple[int, int]:
@@ -243,11 +244,11 @@ def _merge(dims: Iterator[_Dim] | Sequence[_Dim]) -> list[_Dim]:
     return merged
 
 
-def _narrow(dims: list[_Dim], base: int, offset: int) -> Iterator[tuple[list[_Dim], int, int]]:
+def _narrow(dims: list[_Dim], base: int, offset: int, words: int) -> Iterator[tuple[list[_Dim], int, int]]:
     """Cut long runs that lie across memory (a transposed tensor), so that a box is near square."""
     *outer, (length, stride, step) = dims
     across = any(s < stride for _, s, _ in outer)
-    most = max(RUN, 2 * WORDS // math.prod(n for n, _, _ in outer)) if across else length
+    most = max(RUN, 2 * words // math.prod(n for n, _, _ in outer)) if across else length
     for i in range(0, length, most):
         yield [*outer, (min(most, length - i), stride, step)], base + i, offset + i * stride
 
@@ -265,15 +266,15 @@ def _even(dims: list[_Dim], base: int, offset: int) -> Iterator[tuple[list[_Dim]
         yield from _even(rest, base + parity * step, offset + parity * stride)
 
 
-def _boxes(dims: list[_Dim], base: int, offset: int) -> Iterator[tuple[list[_Dim], int, int]]:
-    """Cut into boxes of at most `WORDS` words, none across a multiple of 2**32 words."""
+def _boxes(dims: list[_Dim], base: int, offset: int, words: int) -> Iterator[tuple[list[_Dim], int, int]]:
+    """Cut into boxes of at most `words` words, none across a multiple of 2**32 words."""
     size, stride, step = dims[0]
     each = math.prod(n for n, _, _ in dims[1:-1]) * ((dims[-1][0] + 2) >> 1) if len(dims) > 1 else 0
-    if each > WORDS:
+    if each > words:
         for i in range(size):
-            yield from _boxes(dims[1:], base + i * step, offset + i * stride)
+            yield from _boxes(dims[1:], base + i * step, offset + i * stride, words)
         return
-    most = WORDS // each if each else 2 * WORDS - 2
+    most = words // each if each else 2 * words - 2
     for i in range(0, size, most):
         rest = [(min(most, size - i), stride, step), *dims[1:]]
         yield from _split(rest, base + i * step, offset + i * stride)
