@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("olq")
 
+#: Modules of torch that read the weights of these children themselves, in fused operators.
+_READERS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("out_proj",),
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+}
 #: A layer, its method, and why.
 Choice = tuple[nn.Linear, "QuantMethod", str]
 
@@ -35,7 +40,8 @@ def prepare(
 
     Every plain `nn.Linear` is decided by the configuration. Weights on the meta device become load-format
     parameters that `olq.load`, `load_state_dict` or a session fill; weights with values are quantized now, layer by
-    layer, and freed. What stays in high precision gets memory if it has none.
+    layer, and freed. What stays in high precision gets memory if it has none. Layers that are quantized already stay
+    as they are.
 
     Args:
         model: any module; changed in place.
@@ -83,7 +89,13 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]
     """Plain linear layers by name; and layers that look like ones and can't be taken over, with the reason."""
     linears: dict[str, nn.Linear] = {}
     others: dict[str, str] = {}
-    attention_outputs = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    read_by = {
+        id(getattr(parent, leaf)): kind.__name__
+        for parent in model.modules()
+        for kind, leaves in _READERS.items()
+        if isinstance(parent, kind)
+        for leaf in leaves
+    }
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) or not isinstance(module, nn.Linear):
             continue
@@ -95,8 +107,8 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]
                 need="a module that contains the layers",
                 remedy="wrap it: nn.Sequential(layer)",
             )
-        if id(module) in attention_outputs:
-            others[name] = "nn.MultiheadAttention reads this weight directly"
+        if id(module) in read_by:
+            others[name] = f"nn.{read_by[id(module)]} reads this weight directly"
         elif type(module) is not nn.Linear:
             others[name] = f"{type(module).__name__} is a subclass of nn.Linear with behaviour of its own"
         elif module._parameters.get("weight") is None:
