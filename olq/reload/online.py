@@ -208,6 +208,7 @@ def check_parameters(layer: nn.Module) -> None:
             )
 
 
+@torch.inference_mode(False)  # or parameters made here could not be used outside of it
 def install(layer: nn.Module) -> None:
     """Put the finished kernel tensors into the module: the layer is live, one generation on."""
     state = cast("LayerState", find_state(layer))
