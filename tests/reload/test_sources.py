@@ -146,8 +146,9 @@ def test_a_mapping_that_reads_lazily_is_asked_once_for_each_tensor():
 
     class Reader(Mapping):
         def __getitem__(self, name: str) -> Tensor:
+            tensor = tensors()[name]
             asked.append(name)
-            return tensors()[name]
+            return tensor
 
         def __iter__(self) -> Iterator[str]:
             return iter(NAMES)
