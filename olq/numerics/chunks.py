@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BYTES = 4 << 20
+BYTES = 2 << 20
 """What the large buffers of a call may take together. Small enough for second-level caches, large enough that the
 work of an operator hides the cost of starting it; with all temporaries a call stays under 8 MB (a test measures it).
 Read at each call, so that tests can make it small."""
@@ -185,6 +185,13 @@ class Scratch:
         self.elements = max(LEAST_ELEMENTS, BYTES // bytes_an_element)
         self._size, self._device = min(total, self.elements), device
         self._buffers: dict[str, Tensor] = {}
+
+    def constant(self, value: float) -> Tensor:
+        """A zero-dimensional float32 tensor, made once a call."""
+        name = f"constant {value}"
+        if name not in self._buffers:
+            self._buffers[name] = torch.full((), value, device=self._device)
+        return self._buffers[name]
 
     def take(self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape, uninitialised, in the buffer `name`; the last taker's is

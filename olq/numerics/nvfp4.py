@@ -17,11 +17,11 @@ from olq.formats import E4M3, NVFP4_BLOCK
 from olq.numerics.chunks import Box, Scratch, boxes
 from olq.numerics.places import Places
 from olq.numerics.rounding import E2M1_STEP, e2m1_values_, round_to_e2m1_
-from olq.numerics.scales import nvfp4_block_scale, nvfp4_tensor_scale
+from olq.numerics.scales import nvfp4_block_scale, nvfp4_tensor_scale, poisoned
 from olq.numerics.source import Source, block_magnitude, largest_magnitude, source_bytes
 
 _UNIT = (1, NVFP4_BLOCK)
-_BYTES_TO_ENCODE = 12  # magnitudes, a third float32, codes, signs, pairs, packed
+_BYTES_TO_ENCODE = 12  # magnitudes, a third float32, codes, signs, pairs
 _BYTES_TO_DECODE = 10  # values, float16 patterns, their signs, pairs, packed
 _NAN_BYTE = E4M3.nan_codes[0]
 
@@ -79,38 +79,40 @@ def quantize_(
     """
     scratch = Scratch(source.numel(), codes.device, source_bytes(source, through) + _BYTES_TO_ENCODE)
     reader = Source(source, through, saturate, scratch)
+    unusable = _unusable_scale(scale_2)
     for (box,) in boxes(source.shape, _UNIT, scratch.elements):
         x = reader.read(box)
         magnitude = scratch.take("magnitude", x.shape, torch.float32)
         amax = block_magnitude(box.split(x), box.split(magnitude)).squeeze(-2)
         s2 = scale_2[box.lead][..., None, None]
         byte, factor = nvfp4_block_scale(amax, s2)
-        bad = _unusable(amax, s2)
+        bad = poisoned(amax)
+        if unusable:
+            bad = ~(torch.isfinite(amax) & (s2 > 0) & (s2 < math.inf))
         if bad is not None:
             byte = byte.masked_fill(bad, _NAN_BYTE)
             for t in (x, magnitude):
                 box.split(t).masked_fill_(bad[..., :, None, :, None], 0.0)
         places.write(box.unit_index, byte)
         box.split(magnitude).mul_(factor[..., :, None, :, None])  # |x| * r is |x * r|, bit for bit
-        codes[_packed(box)] = pack(round_to_e2m1_(magnitude, x, scratch), scratch)
+        pack(round_to_e2m1_(magnitude, x, scratch), codes[_packed(box)], scratch)
 
 
-def _unusable(amax: Tensor, s2: Tensor) -> Tensor | None:
-    """Which blocks can't be quantized, bool like `amax`; None when a CPU sees that all can."""
-    if amax.device.type == "cpu":
-        least, most = torch.aminmax(s2)
-        if float(least) > 0.0 and float(most) < math.inf and float(amax.amax()) < math.inf:
-            return None
-    return ~(torch.isfinite(amax) & (s2 > 0) & (s2 < math.inf))
+def _unusable_scale(scale_2: Tensor) -> bool:
+    """Whether some tensor scale may be other than positive and finite; only a CPU can say that none is."""
+    if scale_2.device.type != "cpu" or not scale_2.numel():
+        return True
+    least, most = torch.aminmax(scale_2)
+    return not (float(least) > 0.0 and float(most) < math.inf)
 
 
-def pack(codes: Tensor, scratch: Scratch) -> Tensor:
-    """Two codes a byte, low nibble first: contiguous uint8 [..., c] to [..., ceil(c / 2)] in scratch."""
+def pack(codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
+    """Write two codes a byte, low nibble first: contiguous uint8 [..., c] to [..., ceil(c / 2)], any strides."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     pairs = codes.view(torch.int16)
     high = torch.bitwise_right_shift(pairs, 4, out=scratch.take("wide", pairs.shape, torch.int16))
-    return scratch.take("packed", pairs.shape, torch.uint8).copy_(high.bitwise_or_(pairs))
+    packed.copy_(high.bitwise_or_(pairs))
 
 
 def _packed(box: Box) -> tuple[slice, ...]:

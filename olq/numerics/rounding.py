@@ -9,6 +9,9 @@ from torch import Tensor
 from olq.formats import E2M1, E4M3
 from olq.numerics.chunks import Scratch
 
+_ONE_APART = 1.5 * 2**23
+"""Neighbouring float32 are 1 apart here, and the low byte of its bits is 0."""
+
 
 def round_to_e4m3_(x: Tensor, codes: Tensor) -> None:
     """Write the E4M3 codes of `x` to `codes` (uint8, same shape, any strides). Overwrites `x`; it holds no
@@ -42,11 +45,10 @@ def round_to_e2m1_(magnitude: Tensor, x: Tensor, scratch: Scratch) -> Tensor:
     torch.bitwise_right_shift(x.view(torch.int32), 28, out=third.view(torch.int32))
     sign.copy_(third.view(torch.int32)).bitwise_and_(E2M1.sign_mask)
 
-    zero = torch.full((), 1.5 * 2**23, device=x.device)
-    torch.add(zero, magnitude, alpha=2, out=x)
-    torch.minimum(x, torch.add(magnitude, 1.5 * 2**23 + 2, out=third), out=x)
-    torch.minimum(x, torch.add(zero + 4, magnitude, alpha=0.5, out=third), out=x)
-    x.clamp_(max=1.5 * 2**23 + E2M1.max_code)
+    torch.add(scratch.constant(_ONE_APART), magnitude, alpha=2, out=x)
+    torch.minimum(x, torch.add(magnitude, _ONE_APART + 2, out=third), out=x)
+    torch.minimum(x, torch.add(scratch.constant(_ONE_APART + 4), magnitude, alpha=0.5, out=third), out=x)
+    x.clamp_(max=_ONE_APART + E2M1.max_code)
     return codes.copy_(x.view(torch.int32)).bitwise_or_(sign)
 
 

@@ -103,4 +103,4 @@ def nvfp4_block_scale(amax: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
     code = ratio.to(torch.float8_e4m3fn)
     step = code.to(torch.float32).mul_(scale_2)
     factor = step.reciprocal()
-    return code.view(torch.uint8), factor.masked_fill_(~torch.isfinite(factor), 0.0)
+    return code.view(torch.uint8), torch.nan_to_num(factor, nan=0.0, posinf=0.0, out=factor)

@@ -157,9 +157,9 @@ def encode_order(amax, s2):
     return code, factor.masked_fill(~factor.isfinite(), 0)
 
 
-def high_nibble_first(codes, scratch):
-    packed = nvfp4_pack(codes, scratch)
-    return packed << 4 | packed >> 4
+def high_nibble_first(codes, packed, scratch):
+    nvfp4_pack(codes, packed, scratch)
+    packed.copy_(packed << 4 | packed >> 4)
 
 
 nvfp4_pack = nvfp4.pack
