@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from oracles import kernel_format
 from reload.plans import METHODS, RegionLayer, bf16_weights, load_by, method_id, row_boxes
 

@@ -6,6 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import olq
+from olq.errors import CoverageError, StateError
+from olq.methods.state import find_state
+from olq.reload.online import load_of
+from olq.reload.region import Coverage, size, slices, whole
 from reload.plans import (
     METHODS,
     RegionLayer,
@@ -16,12 +22,6 @@ from reload.plans import (
     partitions,
     row_boxes,
 )
-
-import olq
-from olq.errors import CoverageError, StateError
-from olq.methods.state import find_state
-from olq.reload.online import load_of
-from olq.reload.region import Coverage, size, slices, whole
 
 PARTS = [(5,), (48, 16, 16), (130, 70, 3)]
 COLUMNS = [1, 33, 100, 160]

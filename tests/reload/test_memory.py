@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from reload.plans import METHODS, method_id
 from torch import Tensor, nn
 
 import olq
 from olq.testing.memory import measure_memory
+from reload.plans import METHODS, method_id
 
 #: What olq may take beside kernel tensors, sources and waiting units: chunks of the quantizer, one piece of a stage.
 WORKSPACE = 3 << 20
@@ -40,7 +40,9 @@ def test_in_file_order_the_peak_is_the_result_one_layer_and_the_workspace(method
 
     trace = measure_memory(lambda: olq.load(model, weights()))
     assert trace.peak_bytes <= kernel_bytes(model) + LAYER_BYTES + WORKSPACE
-    assert trace.peak_bytes >= kernel_bytes(model) + LAYER_BYTES / 2  # the measurement sees the source and the result
+    assert (
+        trace.peak_bytes >= kernel_bytes(model) + LAYER_BYTES / 2
+    )  # the measurement sees the source and the result
 
 
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
