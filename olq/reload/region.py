@@ -97,6 +97,9 @@ def subtract(product: Masks, other: Masks) -> list[Masks]:
 class Coverage:
     """Which elements of a tensor have arrived, and under which name.
 
+    What has arrived is one set, whatever its names: 64,000 arrivals of as many names merge into a few products. Names
+    are kept beside it, one a box, and are looked at when elements arrive twice.
+
     Args:
         shape: the tensor's shape. A tensor without elements is complete from the start.
     """
@@ -104,7 +107,8 @@ class Coverage:
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
         self.count = 0
-        self._products: list[tuple[Masks, str]] = []
+        self._products: list[Masks] = []
+        self._log: list[tuple[Box, str]] = []
 
     @property
     def total(self) -> int:
@@ -119,18 +123,21 @@ class Coverage:
     @property
     def names(self) -> list[str]:
         """Names under which elements arrived, in order of first arrival."""
-        return list(dict.fromkeys(name for _, name in self._products))
+        return list(dict.fromkeys(name for _, name in self._log))
 
     def find(self, box: Box) -> str | None:
         """Name under which some element of `box` has arrived, or None if none has."""
         wanted = masks(box)
-        for product, name in self._products:
-            if all(a & b for a, b in zip(product, wanted, strict=True)):
-                return name
-        return None
+        if not any(all(a & b for a, b in zip(product, wanted, strict=True)) for product in self._products):
+            return None
+        return next((name for other, name in self._log if all(map(intersect, other, box))), "")
 
     def add(self, box: Box, name: str = "") -> list[Masks]:
         """Add a box's elements; those that are there already stay under their first name.
+
+        Args:
+            box: the elements.
+            name: how they arrived; "" is not kept.
 
         Returns:
             The new elements, as disjoint products.
@@ -138,24 +145,26 @@ class Coverage:
         if not size(box):
             return []
         fresh = [masks(box)]
-        for product, _ in self._products:
+        for product in self._products:
             fresh = [piece for old in fresh for piece in subtract(old, product)]
         for piece in fresh:
-            self.count += prod(bits.bit_count() for bits in piece)
-            self._insert(piece, name)
+            self.count += _count(piece)
+            self._insert(piece)
+        if fresh and name:
+            self._log.append((box, name))
         return fresh
 
     def remove(self, box: Box) -> None:
         """Take a box's elements out again."""
         gone = masks(box)
-        left = [(piece, name) for product, name in self._products for piece in subtract(product, gone)]
-        self._products = left
-        self.count = sum(prod(bits.bit_count() for bits in product) for product, _ in left)
+        self._products = [piece for product in self._products for piece in subtract(product, gone)]
+        self.count = sum(map(_count, self._products))
+        self._log = [(other, name) for other, name in self._log if subtract(masks(other), gone)]
 
     def missing(self, limit: int = 4) -> list[Box]:
         """Some boxes that have not arrived: the first `limit` of a disjoint cut of them."""
         left = [masks(whole(self.shape))] if self.total else []
-        for product, _ in self._products:
+        for product in self._products:
             left = [piece for old in left for piece in subtract(old, product)]
         found: list[Box] = []
         for piece in left:
@@ -169,7 +178,7 @@ class Coverage:
         """Rows of a matrix (two dimensions) in which every column of the bit set `columns` has arrived."""
         every_row = (1 << self.shape[0]) - 1
         atoms = [(every_row, 0)]  # disjoint sets of rows, each with the columns that its rows have
-        for (rows, have), _ in self._products:
+        for rows, have in self._products:
             have &= columns
             if not have:
                 continue
@@ -186,20 +195,18 @@ class Coverage:
         """The coverage of some neighbouring rows of a matrix, counted from the first of them."""
         taken = Coverage((len(rows), *self.shape[1:]))
         keep = (1 << len(rows)) - 1
-        for (have, *rest), name in self._products:
+        for have, *rest in self._products:
             if have := (have >> rows.start) & keep:
-                taken._products.append(((have, *rest), name))
-                taken.count += prod(bits.bit_count() for bits in (have, *rest))
+                taken._products.append((have, *rest))
+                taken.count += _count((have, *rest))
         return taken
 
-    def _insert(self, piece: Masks, name: str) -> None:
-        """Add a product, merged with those of the same name that differ from it in one dimension only."""
+    def _insert(self, piece: Masks) -> None:
+        """Add a product, merged with those that differ from it in one dimension only."""
         merged = True
         while merged:
             merged = False
-            for i, (product, other) in enumerate(self._products):
-                if other != name:
-                    continue
+            for i, product in enumerate(self._products):
                 differ = [d for d, (a, b) in enumerate(zip(product, piece, strict=True)) if a != b]
                 if len(differ) == 1:
                     d = differ[0]
@@ -207,4 +214,8 @@ class Coverage:
                     del self._products[i]
                     merged = True
                     break
-        self._products.append((piece, name))
+        self._products.append(piece)
+
+
+def _count(product: Masks) -> int:
+    return prod(bits.bit_count() for bits in product)
