@@ -6,7 +6,8 @@ the units that still wait as soon as one of them leaves.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -19,15 +20,17 @@ PIECE_BYTES = 1 << 20
 
 @dataclass
 class Meter:
-    """Bytes that are staged now, and the most there ever were."""
+    """Bytes that are staged now, and the most there ever were. Threads share it."""
 
     now: int = 0
     peak: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, count: int) -> None:
         """Count bytes in (positive) or out (negative)."""
-        self.now += count
-        self.peak = max(self.peak, self.now)
+        with self._lock:
+            self.now += count
+            self.peak = max(self.peak, self.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class _Piece:
         self.rows, self.columns, self.buffer = rows, columns, buffer
         self.written = Coverage((len(rows), len(columns)))
 
+    @torch.inference_mode(False)  # a later call, outside of inference mode, has to be able to write here
     def keep(self, rows: range) -> "_Piece":
         """A smaller piece with the rows of these indices."""
         piece = _Piece(
@@ -145,6 +149,7 @@ class Stage:
                 self._make_piece(j, touched[run_start:k], columns)
                 run_start = k if free else None
 
+    @torch.inference_mode(False)
     def _make_piece(self, j: int, units: range, columns: range) -> None:
         unit, _ = self._unit
         rows = units if unit == 1 else range(units[0] * unit, min((units[-1] + 1) * unit, self._extent[0]))

@@ -492,6 +492,21 @@ def test_loading_in_inference_mode_makes_ordinary_tensors():
     assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32))
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, False, True)])
+def test_calls_inside_and_outside_of_inference_mode_may_share_a_unit(order):
+    layer = OneWeight(
+        lambda p, x, r, c: p[r, c].copy_(x[r, c]), params={"granularity": "block"}, parts=(8, 8)
+    )
+    olq.initialize_online_processing(layer)
+    cuts = [slice(i * 32 // len(order), (i + 1) * 32 // len(order)) for i in range(len(order))]
+    for inference, columns in zip(order, cuts, strict=True):
+        for rows in (slice(0, 8), slice(8, 16)):
+            with torch.inference_mode(inference):
+                call(layer, weight(16, 32), rows, columns)
+    olq.finalize_layerwise_processing(layer)
+    assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32))
+
+
 def test_a_source_that_requires_grad_is_not_kept_alive_by_it():
     layer = OneWeight(lambda p, x: p.copy_(x), bias="after")
     olq.initialize_online_processing(layer)
