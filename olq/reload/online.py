@@ -271,7 +271,7 @@ def abort(layer: nn.Module, *, untouched: bool = False) -> None:
     if state.open is None:
         return
     for weight in state.open.weights.values():
-        weight.discard()
+        weight.give_up()
     if untouched and state.open.was_live:
         install(layer)
         state.generation -= 1

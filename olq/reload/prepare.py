@@ -11,6 +11,7 @@ from torch import nn
 
 from olq.config import QuantConfig
 from olq.errors import ConfigError
+from olq.methods.state import find_state
 from olq.registry import get_method
 from olq.reload import online
 from olq.reload.linear import QuantLinear, attach_load_state_dict, take_over
@@ -157,6 +158,8 @@ def _quantize_layer(
             progress.arrive(whole(weight.shape), weight.detach(), progress.label)
             online.install(layer)
     except BaseException:
+        if find_state(layer) is not None:
+            online.abort(layer)
         layer.__dict__.clear()
         layer.__dict__.update(before[0])
         layer._parameters.clear()

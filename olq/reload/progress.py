@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from olq.alloc import allocate
+from olq.alloc import abandon, allocate
 from olq.errors import CoverageError, NonFiniteError, SourceError, StateError
 from olq.methods.base import QuantMethod, Target, WeightPlan
 from olq.reload.quality import ErrorMeter
@@ -216,6 +216,7 @@ class QuantizedWeight(Progress):
         self._meter = meter
         self._stages: dict[tuple[tuple[int, ...], int], Stage] = {}
         self._live = tensors
+        self._made = False
         self._units_left = 0  # arrivals of staged units at the method
         self._broken = ""
         self._padded = False
@@ -276,6 +277,7 @@ class QuantizedWeight(Progress):
     def tensors(self) -> Mapping[str, Tensor]:
         """Kernel tensors by suffix: the live ones, or new ones made when first asked for."""
         if self._live is None:
+            self._made = True
             self._live = {
                 suffix: allocate(spec, device=self.device, owner=self.label + suffix)
                 for suffix, spec in self.plan.tensors.items()
@@ -308,6 +310,12 @@ class QuantizedWeight(Progress):
         for stage in self._stages.values():
             stage.discard()
         self._stages.clear()
+
+    def give_up(self) -> None:
+        """Drop everything; nobody will read kernel tensors that were made for this load."""
+        self.discard()
+        if self._made:
+            abandon(*self.tensors.values())
 
     def _arrive_part(
         self, lead: Box, part: int, rows: range, source: Tensor, columns: range, name: str
