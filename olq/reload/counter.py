@@ -46,7 +46,7 @@ class CopyCounter(TorchDispatchMode):
 
     Args:
         ledger: the parameters, with what is to happen to their arrivals.
-        device: where temporary tensors go that a loader makes on a parameter's (meta) device; None is where the
+        device: where tensors go that a loader makes on, or moves to, a parameter's (meta) device; None is where the
             first quantized weight is stored.
     """
 
@@ -172,7 +172,7 @@ class CopyCounter(TorchDispatchMode):
             return None
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
-            kwargs = self._off_meta(args, kwargs)
+            kwargs = {**kwargs, "device": self._device}  # a loader means the device where the weight will be
         quantized = next((t for t in tensors(args, kwargs) if self._is_quantized(t)), None)
         if quantized is None:
             return self._plain(func, args, kwargs)
@@ -304,7 +304,8 @@ class CopyCounter(TorchDispatchMode):
             raise self._refusal("accumulates into the parameter", weight.label)
         at = 3 if func is operators.aten.index_copy_.default else 2
         check_source(args[at], weight.label, self.name)
-        rest = [*args[1:at], args[at].to(weight.staged_dtype(args[at].dtype)), *args[at + 1 :]]
+        values = args[at].to(weight.device, weight.staged_dtype(args[at].dtype))
+        rest = [*args[1:at], values, *args[at + 1 :]]
         mask = operators.scatter_of_true(func, args)
         self._into_memory(weight, view, lambda into: func(into, *rest, **kwargs), mask)
         return view
@@ -324,7 +325,8 @@ class CopyCounter(TorchDispatchMode):
         """An operator that returns its result through a quantized weight."""
         target: Tensor = kwargs[name]
         others = {k: v for k, v in kwargs.items() if k != name}
-        fresh = torch.empty(target.shape, dtype=target.dtype, device=self._device)
+        device = next((t.device for t in tensors(args, others) if t.device.type != "meta"), self._device)
+        fresh = torch.empty(target.shape, dtype=target.dtype, device=device)
         result = self._serve(func, args, {**others, name: fresh}, self._label(target))
         if result.shape != target.shape:
             raise self._wrong_shape(self.ledger.find(target)[0], target, result)
@@ -353,7 +355,7 @@ class CopyCounter(TorchDispatchMode):
         """What `fill_` and `zero_` write, rounded as they would round it."""
         if isinstance(value, Tensor):
             return self._value(value, weight).to(weight.parameter.dtype)
-        return torch.full((), value, dtype=weight.parameter.dtype, device=self._device)
+        return torch.full((), value, dtype=weight.parameter.dtype, device=weight.device)
 
     def _value(self, source: Tensor, progress: Progress) -> Tensor:
         """A source with values: what this scope wrote, if the source is a tracked parameter itself."""
@@ -389,12 +391,6 @@ class CopyCounter(TorchDispatchMode):
             for writes in self._writes.values():
                 writes.snapshot(key)
             self._sources.discard(key)
-
-    def _off_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keep values that a loader sends to the parameter's device, which is meta, where they are."""
-        source = args[0] if args and isinstance(args[0], Tensor) else None
-        device = source.device if source is not None and source.device.type != "meta" else self._device
-        return {**kwargs, "device": device}
 
     def _is_quantized(self, tensor: Tensor) -> bool:
         if tensor.device.type != "meta":

@@ -24,6 +24,7 @@ class OneWeight(nn.Module):
         lead: expert dimensions.
         dtype: of the load format.
         bias: "before" or "after" the weight, or "".
+        device: where the kernel tensors are made.
     """
 
     def __init__(
@@ -37,13 +38,14 @@ class OneWeight(nn.Module):
         lead: tuple[int, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
         bias: str = "",
+        device: str = "cpu",
     ) -> None:
         super().__init__()
         self.quant_method = olq.get_method(method, **(params or {}))
         if bias == "before":
             self.add_bias(sum(parts), dtype)
         self.quant_method.create_weights(
-            self, columns, parts, dtype=dtype, weight_loader=loader, lead=lead, label="layer"
+            self, columns, parts, dtype=dtype, weight_loader=loader, lead=lead, device=device, label="layer"
         )
         if bias == "after":
             self.add_bias(sum(parts), dtype)
@@ -61,7 +63,7 @@ def real_parameter(layer: nn.Module) -> nn.Parameter:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """A tensor's elements as bytes."""
-    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist())
+    return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
 
 
 def whole_bytes(layer: nn.Module, weight: Tensor) -> dict[str, bytes]:

@@ -43,6 +43,19 @@ def test_any_writes_give_the_bytes_of_real_memory(method, data):
     compare(layer, data.draw(programs((*lead, sum(parts), columns))))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_writes_from_the_host_give_the_same_bytes_on_a_gpu(method, data):
+    name, params = method
+    parts, columns, lead = data.draw(st.sampled_from(SHAPES))
+    shape = {"parts": parts, "columns": columns, "lead": lead, "device": "cuda"}
+    layer = OneWeight(lambda p, call, rest: call.run(p, rest), method=name, params=params, **shape)
+    compare(layer, data.draw(programs((*lead, sum(parts), columns))))
+    assert layer.weight.is_cuda
+
+
 def same_as_real_memory(loader, *sources, **layer_arguments) -> OneWeight:
     """Call a loader once under the counter and once on real memory."""
     layer = OneWeight(loader, **layer_arguments)
