@@ -103,14 +103,67 @@ def test_outputs_may_be_views_with_steps():
     assert (storage[1::2] == 7).all()
 
 
-@pytest.mark.parametrize("rule", ["RCEIL", "CEIL"])
-@given(w=cases.weights(2, 32, dtypes=(torch.bfloat16,)))
-def test_mxfp8_without_saturation_errs_by_at_most_half_a_step(rule, w):
-    w = torch.nan_to_num(w).clamp(-3e38, 3e38)
-    codes, scale = cases.run_mxfp8(w, rule)
-    out = torch.empty(2, 32)
+def decoded(name: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values after a round trip, and the step of one code's unit at each element's block, float64."""
+    out = torch.empty(w.shape)
+    if name == "fp8":
+        codes, scale = cases.run_fp8(w, (1, 0))
+        OPS.dequantize_fp8_(codes, scale, out, 1, 0)
+        return out.double(), scale.double().expand(w.shape)
+    if name == "nvfp4":
+        codes, scale, scale_2 = cases.run_nvfp4(w)
+        OPS.dequantize_nvfp4_(codes, scale, scale_2, out, "linear", 0, 1, 0)
+        step = scale.view(torch.float8_e4m3fn).double() * scale_2.double()
+        return out.double(), step.repeat_interleave(16, -1)
+    codes, scale = cases.run_mxfp8(w, name)
     OPS.dequantize_mxfp8_(codes, scale, out, "linear", 0, 1, 0)
-    s = torch.tensor([[e8m0_value(b) for b in row] for row in scale.tolist()], dtype=torch.float64)
-    value = w.double() / s
-    step = 2.0 ** (value.abs().clamp(min=E4M3.min_normal).log2().floor() - E4M3.mantissa_bits)
-    assert ((out.double() - w.double()).abs() <= 0.5 * step * s).all()
+    step = torch.tensor([[e8m0_value(b) for b in row] for row in scale.tolist()], dtype=torch.float64)
+    return out.double(), step.repeat_interleave(32, -1)
+
+
+FINITE = cases.weights(2, 32, dtypes=(torch.bfloat16,)).map(lambda w: torch.nan_to_num(w).clamp(-3e38, 3e38))
+
+
+@pytest.mark.parametrize("name", ["fp8", "RCEIL", "CEIL"])
+@given(w=FINITE)
+def test_e4m3_without_saturation_errs_by_at_most_half_a_step(name, w):
+    out, unit = decoded(name, w)
+    code = w.double() / unit
+    step = 2.0 ** (code.abs().clamp(min=E4M3.min_normal).log2().floor() - E4M3.mantissa_bits)
+    # fp8 multiplies by a rounded reciprocal, and decodes with one rounding more.
+    slack = 2.0**-22 * w.double().abs() + 2.0**-149 if name == "fp8" else 0.0
+    assert ((out - w.double()).abs() <= 0.5 * step * unit + slack).all()
+
+
+@given(w=FINITE)
+def test_nvfp4_errs_by_at_most_half_a_step_below_6(w):
+    out, unit = decoded("nvfp4", w)
+    code = torch.where(unit > 0, w.double() / unit, 0.0)
+    step = torch.where(code.abs() < 2, 0.5, torch.where(code.abs() < 4, 1.0, 2.0))
+    slack = 2.0**-21 * w.double().abs() + 2.0**-149
+    inside = (unit > 0) & (code.abs() <= 6)
+    assert ((out - w.double()).abs() <= 0.5 * step * unit + slack)[inside].all()
+    assert (out.abs() <= w.double().abs() + slack)[(unit > 0) & (code.abs() > 6)].all()
+
+
+@pytest.mark.parametrize("name", cases.RULES)
+@given(w=FINITE)
+def test_decoded_mxfp8_values_quantize_to_themselves(name, w):
+    once, _ = decoded(name, w)
+    twice, _ = decoded(name, once.float())
+    cases.assert_bytes_equal(twice, once, "values")
+
+
+def test_what_the_largest_values_decode_to():
+    """float32 scales reach every finite value; powers of two end at 248 * 2**120."""
+    bits = torch.arange(0x7F700000, 0x7F800000, 61, dtype=torch.int32)
+    x = torch.cat([bits, torch.tensor([0x7F77FFFF, 0x7F780000, 0x7F7FFFFF], dtype=torch.int32)])
+    x = x.view(torch.float32)[:, None]
+    assert decoded("fp8", x)[0].isfinite().all()
+    codes, scale, scale_2 = cases.run_nvfp4(x[:, None])
+    out = torch.empty(len(x), 1, 1)
+    OPS.dequantize_nvfp4_(codes, scale, scale_2, out, "linear", 0, 1, 0)
+    assert out.isfinite().all()
+    out = torch.empty_like(x)
+    OPS.dequantize_mxfp8_(*cases.run_mxfp8(x), out, "linear", 0, 1, 0)
+    assert torch.equal(out.isinf(), x >= 248 * 2.0**120)

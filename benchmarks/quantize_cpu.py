@@ -1,0 +1,186 @@
+"""How fast olq quantizes on a CPU, as ratios of one run, and how much memory it takes beside its results.
+
+    python -m benchmarks.quantize_cpu [--shape 4096x4096] [--case nvfp4] [--rounds 9] [--threads N]
+
+For each case and shape: first the operator's bytes against the format's formula in plain torch, whole tensor at
+once; a case whose bytes differ is not timed. Then rounds, in each of which olq, the peer and a plain bfloat16 copy
+run once, one after the other, so that a busy machine is busy for all of them. A ratio is the median over rounds of
+(peer's time / olq's time), with the middle half of the rounds in brackets.
+
+Exit status: 1 if bytes differ; 2 with --require-peers if torchao is missing; 3 with --check if a ratio or the
+scratch misses its target; else 0.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.quantize_cases import CASES, SCRATCH_BOUND, SHAPES, Case, weight
+from olq.testing.memory import measure_memory
+
+BYTES_DIFFER, NO_PEER, MISSED = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one case on one shape gave; times are a list each, in seconds, one a round."""
+
+    case: Case
+    elements: int
+    times: dict[str, list[float]]
+    scratch: dict[str, int]
+
+    def ratio(self, slow: str, fast: str = "olq") -> tuple[float, float, float]:
+        """Quartiles over the rounds of slow / fast: lower, median, upper."""
+        rounds = [a / b for a, b in zip(self.times[slow], self.times[fast], strict=True)]
+        low, middle, high = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else rounds * 3
+        return low, middle, high
+
+    @property
+    def missed(self) -> list[str]:
+        """Targets that were not reached, as sentences."""
+        found = []
+        if "peer" in self.times and self.ratio("peer")[1] < self.case.target:
+            found.append(f"{self.case.name}: {self.ratio('peer')[1]:.2f}x, target {self.case.target:g}x")
+        if self.scratch["olq"] > SCRATCH_BOUND:
+            found.append(f"{self.case.name}: {self.scratch['olq']} bytes of scratch, bound {SCRATCH_BOUND}")
+        return found
+
+
+def first_difference(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str | None:
+    """None if all tensors have equal bytes, else which one differs first, and where."""
+    for index, (g, w) in enumerate(zip(got, want, strict=True)):
+        a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (g, w))
+        if a.shape != b.shape:
+            return f"output {index} has {len(a)} bytes, not {len(b)}"
+        wrong = (a != b).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            return (
+                f"output {index}: {len(wrong)} of {len(a)} bytes, first at {at}: {int(a[at])} != {int(b[at])}"
+            )
+    return None
+
+
+def check(case: Case, w: Tensor) -> str | None:
+    """Run the operator once on `w` into poisoned storage and compare it with the formula."""
+    outputs = case.outputs(w)
+    for out in outputs:
+        out.view(-1).view(torch.uint8).fill_(0xA5)
+    case.run(w, *outputs)
+    return first_difference(outputs, case.plain(w))
+
+
+def measure(case: Case, w: Tensor, peer: Callable[[Tensor], object] | None, rounds: int) -> Result:
+    """Time the contestants in turn; then the peak memory of one call each."""
+    outputs, target = case.outputs(w), torch.empty_like(w)
+    contestants: dict[str, Callable[[], object]] = {
+        "olq": lambda: case.run(w, *outputs),
+        "copy": lambda: target.copy_(w),
+    }
+    if peer is not None:
+        contestants["peer"] = lambda: peer(w)
+    for call in contestants.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, call in contestants.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    scratch = {name: measure_memory(call).peak_bytes for name, call in contestants.items() if name != "copy"}
+    return Result(case, w.numel(), times, scratch)
+
+
+def line(shape: str, result: Result) -> str:
+    """One row of the table."""
+    case = result.case
+    seconds = statistics.median(result.times["olq"])
+    copy_rate = 4 * result.elements / statistics.median(result.times["copy"])
+    rate = case.bytes_an_element * result.elements / seconds
+    text = f"{case.name:16} {shape:11} {seconds * 1e3:8.1f} {rate / 1e9:6.2f} {rate / copy_rate:6.2f}"
+    text += f" {result.scratch['olq'] / 2**20:8.2f}"
+    if "peer" not in result.times:
+        return text + "        -"
+    low, middle, high = result.ratio("peer")
+    return text + f" {middle:8.1f}x [{low:.1f}, {high:.1f}]   {result.scratch['peer'] / 2**20:8.0f}"
+
+
+HEADER = (
+    f"{'format':16} {'shape':11} {'ms':>8} {'GB/s':>6} {'/copy':>6} {'scratch':>8}"
+    f" {'peer/olq':>9} [quartiles]   {'scratch':>8}  (MiB)"
+)
+
+
+def environment(threads: int) -> str:
+    """The machine and the versions that the numbers belong to."""
+    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((n.split(":")[1].strip() for n in names if n.startswith("model name")), platform.processor())
+    try:
+        peer = f"torchao {version('torchao')}"
+    except PackageNotFoundError:
+        peer = "no torchao"
+    return f"{cpu}, {threads} threads, Python {platform.python_version()}, torch {torch.__version__}, {peer}"
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantize_cpu", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
+    parser.add_argument("--case", action="append", choices=[c.name for c in CASES], help="default: all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--require-peers", action="store_true", help="fail if torchao is missing")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what was asked for, print the table, return the exit status."""
+    chosen = options(argv)
+    torch.set_num_threads(chosen.threads)
+    print(environment(chosen.threads))
+    print(HEADER)
+    missed, missing, red = [], {}, False
+    for case in CASES:
+        if chosen.case and case.name not in chosen.case:
+            continue
+        peer = None
+        try:
+            peer = case.load_peer()
+        except ImportError as error:
+            missing[case.peer] = str(error)
+        for shape in chosen.shape or SHAPES:
+            w = weight(SHAPES[shape])
+            difference = check(case, w)
+            if difference:
+                print(f"{case.name:16} {shape:11} NOT TIMED, its bytes differ from the formula: {difference}")
+                red = True
+                continue
+            result = measure(case, w, peer, chosen.rounds)
+            print(line(shape, result), flush=True)
+            missed += [f"{text} ({shape})" for text in result.missed]
+    for name, reason in missing.items():
+        print(f"no peer: {name}: {reason}. Install the extra `bench` for it.")
+    for text in missed:
+        print(f"target missed: {text}")
+    if red:
+        return BYTES_DIFFER
+    if missing and chosen.require_peers:
+        return NO_PEER
+    return MISSED if missed and chosen.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
