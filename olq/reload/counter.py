@@ -64,6 +64,8 @@ class CopyCounter(TorchDispatchMode):
         self.error: OlqError | None = None
         #: Writes seen since the outermost scope opened.
         self.seen = 0
+        #: Whether scopes directly inside the outermost one hand over too: nobody else will before it closes.
+        self.eager = False
 
     def scope(self, name: str, plains: Iterable[PlainParameter] = ()) -> "_Scope":
         """One call of a loader, as a context manager that gives the counter.
@@ -455,7 +457,7 @@ class _Scope:
         try:
             if error is None:
                 counter._adopt(self._plains)
-                if not counter.depth:
+                if not counter.depth or (counter.eager and counter.depth == 1):
                     counter.flush()
         except OlqError as own:
             error = own

@@ -211,7 +211,9 @@ class Session:
         if isinstance(loader, online.WrappedLoader) and loader.loader is None:
             loader = None
         if loader is not None:
-            counter = active_counter() or self.counter()
+            counter = active_counter()
+            if counter is None or counter.ledger is not self._ledger:  # that of another model's load, around this one
+                counter = self.counter()
             with counter.scope(name, [progress] if isinstance(progress, PlainParameter) else ()):
                 loader(progress.parameter, tensor, *loader_args)
             return
@@ -272,15 +274,20 @@ class Session:
     def _named(self, source: Source, counter: CopyCounter) -> Iterator[tuple[str, Tensor]]:
         """The source's items; what a loader writes before it asks for the next one belongs to the last name."""
         for name, tensor in source.items:
-            counter.flush(name)
-            counter.seen = 0
             count = tensor.numel() * tensor.element_size()
-            yield name, tensor
+            if active_counter() is not counter:  # a thread that pulls ahead: items and writes no longer alternate
+                counter.eager = True
+                yield name, tensor
+            else:
+                counter.flush(name)
+                counter.seen = 0
+                yield name, tensor
             del tensor
             self._done_bytes += count
-            if not counter.seen:
-                self._surplus[name] = "the model's load_weights wrote nothing for it"
-            counter.flush(source.where)  # before the source moves on: it may use the memory again
+            if not counter.eager:
+                if not counter.seen:
+                    self._surplus[name] = "the model's load_weights wrote nothing for it"
+                counter.flush(source.where)  # before the source moves on: it may use the memory again
             self._report_progress(source, name)
 
     def _report_progress(self, source: Source, name: str) -> None:

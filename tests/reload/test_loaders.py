@@ -1,6 +1,7 @@
 """Layers of engines whose loaders do what loaders do: fuse, shard, nest, fail, use threads, bypass, come late."""
 
 import itertools
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -455,6 +456,88 @@ def test_the_same_name_from_two_threads_is_a_duplicate_every_time(name):
             fed = list(pool.map(feed, [session] * 3))
             session.feed(other, value)
         assert sum(fed) == 1
+
+
+class PullsAhead(OwnLoop):
+    """Its load_weights reads the next tensors in a thread while it copies the last one."""
+
+    def load_weights(self, weights) -> None:
+        ahead: queue.Queue = queue.Queue(maxsize=2)
+
+        def pull() -> None:
+            for item in weights:
+                ahead.put(item)
+            ahead.put(None)
+
+        thread = threading.Thread(target=pull)
+        thread.start()
+        super().load_weights(iter(ahead.get, None))
+        thread.join()
+
+
+def test_a_loop_that_pulls_ahead_in_a_thread_loses_nothing():
+    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(8)} | {"norm": torch.arange(8.0)}
+    for _ in range(10):
+        model = PullsAhead(8)
+        report = olq.load(model, iter(tensors.items()))
+        assert not report.surplus
+        for i, layer in enumerate(model.layers):
+            assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
+
+
+class PoolLoop(OwnLoop):
+    """Its load_weights calls the loaders in a pool of threads."""
+
+    def load_weights(self, weights) -> None:
+        parameters = dict(self.named_parameters())
+        with ThreadPoolExecutor(3) as pool:
+            for name, tensor in weights:
+                loader = getattr(parameters[name], "weight_loader", None)
+                if loader is None:
+                    parameters[name].data.copy_(tensor)
+                else:
+                    pool.submit(loader, parameters[name], tensor)
+
+
+def test_a_loop_with_a_pool_of_loaders_loses_nothing():
+    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(8)} | {"norm": torch.arange(8.0)}
+    model = PoolLoop(8)
+    olq.load(model, iter(tensors.items()))
+    for i, layer in enumerate(model.layers):
+        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
+
+
+def test_a_load_inside_the_load_of_another_model():
+    """A loop that brings up a draft model on the way."""
+    draft, reports = OwnLoop(2), []
+    inner = {
+        "layers.0.weight": weight(16, 32, seed=7),
+        "layers.1.weight": weight(16, 32, seed=8),
+        "norm": weight(8),
+    }
+
+    class WithDraft(OwnLoop):
+        def load_weights(self, weights) -> None:
+            for i, item in enumerate(weights):
+                super().load_weights([item])
+                if i == 1:
+                    reports.append(olq.load(draft, inner.items()))
+                if i == 2:
+                    with olq.session(plain) as session:
+                        session.feed("0.weight", weight(16, 32, seed=9))
+                        session.feed("1.weight", weight(16, 32, seed=9))
+
+    plain = nn.ModuleList([OneWeight(None), OneWeight(lambda p, x: p.copy_(x))])
+    model = WithDraft(3)
+    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(3)} | {"norm": torch.arange(8.0)}
+    olq.load(model, iter(tensors.items()))
+    for i, layer in enumerate(model.layers):
+        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
+    for i, layer in enumerate(draft.layers):
+        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=7 + i))
+    for layer in plain:
+        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=9))
+    assert len(reports[0].weights) == 2
 
 
 # Sources on a device of no memory, and a default device of none
