@@ -1,5 +1,6 @@
 """olq: quantize LLM weights to FP8, MXFP8 or NVFP4 while they are loaded, and reload them in place."""
 
+from olq import activations as activations
 from olq import alloc as alloc
 from olq import errors as errors
 from olq import ops as ops

@@ -38,7 +38,7 @@ NAMES = {
     "reload",
     "session",
 }
-MODULES = {"alloc", "errors", "ops"}
+MODULES = {"activations", "alloc", "errors", "ops"}
 CONFIG_KEYS = {"method", "params", "rules", "keep"}
 RULE_KEYS = {"match", "method", "params"}
 METHODS = {"fp8", "keep", "mxfp8", "nvfp4"}

@@ -1,6 +1,6 @@
 """olq's operators, `torch.ops.olq.*`: schemas, shape rules and the device table. No arithmetic.
 
-Each writes into storage that its caller owns, so that a first load and a reload are the same code and
+Most write into storage that their caller owns, so that a first load and a reload are the same code and
 addresses survive. Codes, E8M0 and E4M3 bytes are uint8 here; typed views are made at kernels. A tensor is
 [*lead, n, k], where `lead` are experts' dimensions, usually none; its strides may be any. `source` may be
 on another device than results.
@@ -12,10 +12,29 @@ on another device than results.
     dequantize_fp8_(codes, scale, out!, block_rows, block_columns)
     dequantize_mxfp8_(codes, scale, out!, scale_layout, row, row_step, column)
     dequantize_nvfp4_(codes, scale, scale_2, out!, scale_layout, row, row_step, column)
+    quantize_fp8_words_(source, codes!, words!, group)
+    silu_mul_quantize_fp8_(gate, up, codes!, scale!, group, power_of_two, limit, alpha, beta, through)
+
+Five make their outputs in olq.alloc, (codes, scale), for activations; olq.activations says what they do.
+
+    quantize_fp8_token(x, power_of_two)
+    quantize_fp8_group(x, scale_layout, group, power_of_two)
+    quantize_mxfp8(x, scale_layout, rule)
+    quantize_nvfp4(x, scale_2, scale_layout)
+    silu_mul_quantize_fp8(gate, up, scale_layout, group, power_of_two, limit, alpha, beta, through)
 
 Meaning of every argument: the function of the same name in olq.numerics and docs/formats/.
 """
 
+from olq.ops.activations import (
+    quantize_fp8_group,
+    quantize_fp8_token,
+    quantize_fp8_words_,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    silu_mul_quantize_fp8,
+    silu_mul_quantize_fp8_,
+)
 from olq.ops.weights import (
     dequantize_fp8_,
     dequantize_mxfp8_,
@@ -32,6 +51,13 @@ __all__ = [
     "dequantize_nvfp4_",
     "nvfp4_tensor_scale_",
     "quantize_fp8_",
+    "quantize_fp8_group",
+    "quantize_fp8_token",
+    "quantize_fp8_words_",
+    "quantize_mxfp8",
     "quantize_mxfp8_",
+    "quantize_nvfp4",
     "quantize_nvfp4_",
+    "silu_mul_quantize_fp8",
+    "silu_mul_quantize_fp8_",
 ]

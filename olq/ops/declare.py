@@ -13,7 +13,8 @@ from olq.errors import LayoutError
 from olq.formats import SCALE_LAYOUTS
 from olq.numerics.source import SOURCE_DTYPES
 
-_Function = Callable[..., None]
+_Check = Callable[..., None]
+_Function = Callable[..., object]
 _LIBRARY = torch.library.Library("olq", "DEF")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,24 +24,36 @@ PLACE = "str scale_layout, int row, int row_step, int column"
 TAIL = "ScalarType? through=None, bool saturate=False"
 
 
-def operator(arguments: str, check: _Function) -> Callable[[_Function], _Function]:
-    """Declare `olq::<function name>`: the function on CPU and CUDA behind `check`, `check` alone as the fake.
+def operator(
+    arguments: str, check: _Check, *, fake: _Function | None = None
+) -> Callable[[_Function], _Function]:
+    """Declare `olq::<function name>`: the function on CPU and CUDA, behind `check`.
 
-    Sizes in a check may be symbolic; a comparison then becomes a guard.
+    Args:
+        arguments: of the schema.
+        check: takes the operator's arguments and raises. Sizes may be symbolic; a comparison then becomes a
+            guard.
+        fake: None for an operator that writes into its arguments, which for tensors without memory does
+            nothing; or the function that makes such tensors as the operator returns, (codes, scale).
     """
 
     def declare(function: _Function) -> _Function:
         name = function.__name__
 
-        def checked(*args: object, **kwargs: object) -> None:
+        def checked(*args: object, **kwargs: object) -> object:
             check(*args, **kwargs)
             with torch.no_grad():
-                function(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        _LIBRARY.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        def checked_fake(*args: object, **kwargs: object) -> object:
+            check(*args, **kwargs)
+            return fake(*args, **kwargs) if fake else None
+
+        returns = "(Tensor, Tensor)" if fake else "()"
+        _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, checked, device)
-        torch.library.register_fake(f"olq::{name}", check, lib=_LIBRARY)
+        torch.library.register_fake(f"olq::{name}", checked_fake, lib=_LIBRARY)
         return function
 
     return declare
