@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from olq.errors import StateError
 from olq.methods.state import FORMAT_SUFFIX, find_state
 from olq.reload import online
+from olq.reload.ledger import storage_key
 from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
 from olq.reload.region import Coverage
 from olq.reload.stage import Meter
@@ -121,7 +122,9 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def _add_plain(model: nn.Module, names: Names) -> None:
     """Everything that is not a quantized weight: parameters, and the buffers that a checkpoint may hold."""
-    seen: dict[int, tuple[str, Progress]] = {id(one.parameter): (one.label, one) for one in names.progress}
+    seen: dict[object, tuple[str, Progress]] = {
+        _identity(one.parameter): (one.label, one) for one in names.progress
+    }
     tensors: list[tuple[str, Tensor, bool]] = [
         (name, p, True) for name, p in model.named_parameters(remove_duplicate=False)
     ]
@@ -136,13 +139,20 @@ def _add_plain(model: nn.Module, names: Names) -> None:
     for name, tensor, required in tensors:
         if name in names.routes:
             continue
-        known = seen.get(id(tensor))
+        known = seen.get(_identity(tensor))
         if known is not None:
             names.routes[name], names.aliases[name] = known[1], known[0]
             continue
         plain = _plain_of(names, name, tensor)
-        seen[id(tensor)] = name, plain
+        seen[_identity(tensor)] = name, plain
         _add(names, plain, name, required=required)
+
+
+def _identity(tensor: Tensor) -> object:
+    """What two names of one parameter have in common: the object, or the memory of `nn.Parameter(other.data)`."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _plain_of(names: Names, name: str, tensor: Tensor) -> Progress:

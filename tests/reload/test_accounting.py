@@ -183,6 +183,39 @@ def test_overlapping_calls_of_engine_loaders_name_both_calls():
     olq.finalize_layerwise_processing(layer)
 
 
+class Tied(nn.Module):
+    """Two names for one memory: as one object, or as two that share it."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 32, dtype=torch.bfloat16)
+        self.head = nn.Linear(32, 6, bias=False, dtype=torch.bfloat16)
+        self.head.weight = nn.Parameter(self.embed.weight.data) if shared else self.embed.weight
+        self.layer = OneWeight(None)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("names", [("embed",), ("head",), ("embed", "head"), ("head", "embed")])
+def test_tied_parameters_arrive_under_either_name_or_both(shared, names):
+    model = Tied(shared)
+    tensors = {f"{name}.weight": weight(6, 32) for name in names}
+    olq.load(model, tensors | {"layer.weight": weight(16, 32)})
+    assert torch.equal(model.head.weight, weight(6, 32))
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_tied_parameters_with_different_values_are_a_contradiction(shared):
+    model = Tied(shared)
+    with olq.session(model) as session:
+        session.feed("embed.weight", weight(6, 32))
+        with pytest.raises(CoverageError) as error:
+            session.feed("head.weight", weight(6, 32, seed=1))
+        assert "head.weight" in error.value.where
+        assert "embed.weight" in str(error.value)
+        session.feed("layer.weight", weight(16, 32))
+
+
 # Unknown, surplus
 
 
