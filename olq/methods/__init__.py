@@ -1,6 +1,6 @@
 """The built-in methods. Importing this package fills the registry: the one import in olq with an effect."""
 
-from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan
+from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
 from olq.methods.fp8 import Fp8
 from olq.methods.keep import Keep
 from olq.methods.mxfp8 import Mxfp8
@@ -16,4 +16,5 @@ __all__ = [
     "QuantMethod",
     "Target",
     "WeightPlan",
+    "format_tag",
 ]

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from olq.alloc import TensorSpec
-from olq.errors import ConfigError, LayoutError
+from olq.errors import LayoutError
+from olq.frozen import explain
 from olq.methods.guards import LOAD_DTYPES, guard
 from olq.methods.state import find_state, make_state, require_live
 
@@ -136,7 +137,7 @@ class QuantMethod(ABC):
         try:
             self.params = self.Params(**params)
         except ValidationError as error:
-            raise _params_error(type(self), error) from error
+            raise explain(error, self.Params, where=f"method {self.name!r}: ") from error
 
     def __repr__(self) -> str:
         return (
@@ -334,19 +335,3 @@ def _check_geometry(geometry: Geometry, dtype: torch.dtype, where: str) -> None:
             need="sizes that are not negative, and bfloat16, float16 or float32",
             remedy="pass the dtype of the checkpoint's full-precision weights",
         )
-
-
-def _params_error(method: type[QuantMethod], error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "parameters"
-    known = ", ".join(
-        f"{name}: {str(field.annotation).replace('typing.', '')} = {field.default!r}"
-        for name, field in method.Params.model_fields.items()
-    )
-    return ConfigError(
-        f"Method {method.name!r} does not take these parameters.",
-        where=f"parameter {field!r} of method {method.name!r}",
-        found=f"{first['input']!r}: {first['msg']}",
-        need=known or "no parameters",
-        remedy="correct or remove it",
-    )
