@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 BYTES = 2 << 20
-"""What the large buffers of a call may take together. Small enough for second-level caches, large enough that the
-work of an operator hides the cost of starting it; with all temporaries a call stays under 8 MB (a test measures it).
-Read at each call, so that tests can make it small."""
+"""What the large buffers of a call may take together, for each of the first `THREADS_COUNTED` threads of torch.
+Small enough for a core's second-level cache, large enough that an operator's work hides the cost of starting it;
+with all temporaries a call stays under 8 MB (a test measures it). Read at each call: tests make it small."""
+
+THREADS_COUNTED = 2
 
 LEAST_ELEMENTS = 32
 """A box holds at least one block of any format."""
@@ -59,6 +61,10 @@ class Box:
         """Index of the box's units in a [*lead, grid rows, grid columns] tensor."""
         (i, j), (down, across) = self.grid, self.units
         return (*self.lead, slice(i, i + down), slice(j, j + across))
+
+    def spread(self, of_units: Tensor) -> Tensor:
+        """View one value a unit, [*l, down, across], so that it broadcasts with what `split` gives."""
+        return of_units.unsqueeze(-1).unsqueeze(-3)
 
     def split(self, x: Tensor) -> Tensor:
         """View a contiguous box [*l, rows, columns] as [*l, down, unit rows, across, unit columns]."""
@@ -182,7 +188,8 @@ class Scratch:
     """
 
     def __init__(self, total: int, device: torch.device, bytes_an_element: int) -> None:
-        self.elements = max(LEAST_ELEMENTS, BYTES // bytes_an_element)
+        budget = BYTES * min(torch.get_num_threads(), THREADS_COUNTED)
+        self.elements = max(LEAST_ELEMENTS, budget // bytes_an_element)
         self._size, self._device = min(total, self.elements), device
         self._buffers: dict[str, Tensor] = {}
 

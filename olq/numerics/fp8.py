@@ -61,8 +61,8 @@ def quantize_(
             if len(group) > 1:
                 x = reader.read(box)
             if bad is not None:
-                box.split(x).masked_fill_(bad[..., :, None, :, None], 0.0)
-            box.split(x).mul_(factor[..., :, None, :, None])
+                box.split(x).masked_fill_(box.spread(bad), 0.0)
+            box.split(x).mul_(box.spread(factor))
             round_to_e4m3_(x, codes[box.index])
 
 
@@ -83,7 +83,7 @@ def dequantize_(codes: Tensor, scale: Tensor, out: Tensor, block: tuple[int, int
             part = codes[box.index]
             x = scratch.take("x", part.shape, torch.float32)
             x.copy_(part.view(torch.float8_e4m3fn))
-            box.split(x).mul_(scale[box.unit_index][..., :, None, :, None])
+            box.split(x).mul_(box.spread(scale[box.unit_index]))
             out[box.index] = x
 
 

@@ -47,13 +47,14 @@ def quantize_(
     reader = Source(source, through, saturate, scratch)
     for (box,) in boxes(source.shape, _UNIT, scratch.elements):
         x = reader.read(box)
-        magnitude = scratch.take("magnitude", x.shape, torch.float32)
-        amax = block_magnitude(box.split(x), box.split(magnitude)).squeeze(-2)
+        blocks = box.split(x)
+        magnitude = scratch.take("magnitude", blocks.shape, torch.float32)
+        amax = block_magnitude(blocks, magnitude)
         bad, (byte, factor) = poisoned(amax), e8m0_scale(amax, chosen)
         places.write(box.unit_index, e8m0_bytes(byte, bad))
         if bad is not None:
-            box.split(x).masked_fill_(bad[..., :, None, :, None], 0.0)
-        box.split(x).mul_(factor[..., :, None, :, None])
+            blocks.masked_fill_(box.spread(bad), 0.0)
+        blocks.mul_(box.spread(factor))
         round_to_e4m3_(x, codes[box.index])
 
 
@@ -73,5 +74,5 @@ def dequantize_(codes: Tensor, places: Places, out: Tensor) -> None:
         part = codes[box.index]
         x = scratch.take("x", part.shape, torch.float32)
         x.copy_(part.view(torch.float8_e4m3fn))
-        box.split(x).mul_(powers_of_two(places.read(box.unit_index))[..., :, None, :, None])
+        box.split(x).mul_(box.spread(powers_of_two(places.read(box.unit_index))))
         out[box.index] = x

@@ -83,7 +83,8 @@ def quantize_(
     for (box,) in boxes(source.shape, _UNIT, scratch.elements):
         x = reader.read(box)
         magnitude = scratch.take("magnitude", x.shape, torch.float32)
-        amax = block_magnitude(box.split(x), box.split(magnitude)).squeeze(-2)
+        blocks = box.split(magnitude)
+        amax = block_magnitude(box.split(x), blocks)
         s2 = scale_2[box.lead][..., None, None]
         byte, factor = nvfp4_block_scale(amax, s2)
         bad = poisoned(amax)
@@ -91,10 +92,10 @@ def quantize_(
             bad = ~(torch.isfinite(amax) & (s2 > 0) & (s2 < math.inf))
         if bad is not None:
             byte = byte.masked_fill(bad, _NAN_BYTE)
-            for t in (x, magnitude):
-                box.split(t).masked_fill_(bad[..., :, None, :, None], 0.0)
+            for t in (box.split(x), blocks):
+                t.masked_fill_(box.spread(bad), 0.0)
         places.write(box.unit_index, byte)
-        box.split(magnitude).mul_(factor[..., :, None, :, None])  # |x| * r is |x * r|, bit for bit
+        blocks.mul_(box.spread(factor))  # |x| * r is |x * r|, bit for bit
         pack(round_to_e2m1_(magnitude, x, scratch), codes[_packed(box)], scratch)
 
 
@@ -139,6 +140,6 @@ def dequantize_(codes: Tensor, places: Places, scale_2: Tensor, out: Tensor) -> 
         e2m1_values_(packed, x, scratch)
         block = places.read(box.unit_index).view(torch.float8_e4m3fn).to(torch.float32) * E2M1_STEP
         s2 = scale_2[box.lead][..., None, None, None, None]
-        box.split(x).mul_(block[..., :, None, :, None]).mul_(s2)
+        box.split(x).mul_(box.spread(block)).mul_(s2)
         target = out[box.index]  # one column short of x where the last nibble is padding
         target.copy_(x[..., : target.shape[-1]])

@@ -68,12 +68,13 @@ def e8m0_scale(amax: Tensor, rule: ExponentRule) -> tuple[Tensor, Tensor]:
         (bytes as int32, encode factor float32), like `amax`. For a poisoned unit both mean nothing.
     """
     byte = _exponent_field(amax, rule).clamp_(0, E8M0_MAX - 1)
-    return byte, ((254 - byte) << _POINT).view(torch.float32)
+    return byte, (254 - byte).bitwise_left_shift_(_POINT).view(torch.float32)
 
 
 def _exponent_field(amax: Tensor, rule: ExponentRule) -> Tensor:
     """Exponent field of the decode scale before it is cut to a range; the carry is the rule's bump."""
-    return ((amax.view(torch.int32) + rule.carry) >> _POINT) - _EXPONENT_OF_448
+    bits = amax.view(torch.int32) + rule.carry
+    return bits.bitwise_right_shift_(_POINT).sub_(_EXPONENT_OF_448)
 
 
 def e8m0_bytes(byte: Tensor, bad: Tensor | None) -> Tensor:

@@ -73,10 +73,13 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def block_magnitude(x: Tensor, magnitude: Tensor) -> Tensor:
-    """Largest |x| of each block along the last dimension, without it; |x| itself goes to `magnitude`."""
+    """Largest |x| of each block of 1 x columns, [*l, down, across], as `largest_magnitude`.
+
+    `x` and `magnitude` are contiguous [*l, down, 1, across, columns], float32; |x| goes to `magnitude`.
+    """
     torch.abs(x, out=magnitude)
     if x.shape[-1] == _POOLED and x.device.type == "cpu":
         # The same maxima, NaN included, in a third of the time: reductions of 16 are too short for vectors.
-        flat = magnitude.flatten(0, -3).flatten(-2)
-        return torch.nn.functional.max_pool1d(flat, _POOLED).view(x.shape[:-1])
-    return magnitude.amax(-1)
+        rows = magnitude.flatten(0, -4).flatten(-3)
+        return torch.nn.functional.max_pool1d(rows, _POOLED).view(*x.shape[:-3], x.shape[-2])
+    return magnitude.amax(-1).squeeze(-2)
