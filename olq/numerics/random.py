@@ -9,39 +9,35 @@ i         index of the element in the unsharded tensor, row-major. So neither ch
 Exact     `step` has 8 significant bits, so t * step has no rounding: a kernel may fuse it with the addition.
 Integers  32 bits, modulo 2**32. Torch has no unsigned shift: an arithmetic one and a mask stand in for it.
 Spec      docs/formats/dummy.md, with the reasons for this mix and its measured quality.
-Scratch   1.3 MiB on a CPU, 20 MiB on another device, whatever the tensor's size.
+Scratch   0.6 MiB on a CPU, 20 MiB on another device, whatever the tensor's size.
 """
 
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from olq.errors import ConfigError, LayoutError
 from olq.layout import contiguous_strides, overlaps
+from olq.numerics.indexed import Dim, cut
 
 RULE = "olq-uniform-1"
 """Enters every key: a rule with other values gets another name."""
 
-WORDS = 1 << 16
-"""Words of one box on a CPU: they, their helper and two float32 a word stay in a core's second-level cache.
-Sixteen times as many elsewhere, where a launch costs more than the arithmetic. Read when a device is first
-used, so that tests can make it small."""
-
-RUN = 248
-"""Longest run of a box whose neighbours in the index are not neighbours in memory. No power of two: the rows
-of a box would fall on the same lines of the cache (512: 1.3 times the time)."""
+WORDS = 1 << 15
+"""Words of one box on a CPU: they and their helper stay in a core's second-level cache, and no operation is large
+enough for torch to start its threads, which would wait for each other at every step on a busy machine. Read
+when a device is first used, so that tests can make it small."""
 
 _GAMMA = 0x9E3779B9
 _FACTORS = (0x7FEB352D, 0x846CA68B)
 
 _WORD = 0xFFFFFFFF
-
-#: One dimension: (elements, stride in memory, stride in the index).
-_Dim = tuple[int, int, int]
 
 
 class UniformFill:
@@ -99,43 +95,35 @@ class UniformFill:
         base = sum(o * s for o, s in zip(offset, strides, strict=True))
         with torch.inference_mode(out.is_inference()), torch.no_grad():
             buffers = self._buffers_on(out.device)
-            dims = _merge(zip(out.shape, out.stride(), strides, strict=True))
-            for piece in _narrow(dims, base, int(out.storage_offset()), buffers.size):
-                for even in _even(*piece):
-                    for box in _boxes(*even, buffers.size):
-                        self._fill_box(out, name, buffers, *box)
+            dims = zip(out.shape, out.stride(), strides, strict=True)
+            for box in cut(dims, base, int(out.storage_offset()), buffers.size):
+                self._fill_box(out, name, buffers, *box)
 
     def _fill_box(
-        self, out: Tensor, name: str, buffers: "_Buffers", dims: list[_Dim], base: int, offset: int
+        self, out: Tensor, name: str, buffers: "_Buffers", dims: list[Dim], base: int, offset: int
     ) -> None:
         """Write one box: rows whose index steps are even, each a run of neighbours in the index."""
-        *outer, (length, _, _) = dims
-        rows = [size for size, _, _ in outer]
-        first, odd = base >> 1, base & 1
-        width = (odd + length + 1) >> 1
-        count = math.prod(rows)
-        words = buffers.words[: count * width].view(*rows, width)
-        helper = buffers.helper[: count * width].view(*rows, width)
+        sizes, strides = [size for size, _, _ in dims], [stride for _, stride, _ in dims]
+        first = base >> 1
+        views = buffers.views(tuple(sizes), base & 1)
         key_0, key_1 = key(self.seed, name, first >> 32)
-        if outer:
-            starts = torch.full(rows, first & _WORD, dtype=torch.int64, device=out.device)
-            for d, (size, _, step) in enumerate(outer):
-                steps = torch.arange(size, dtype=torch.int64, device=out.device) * (step // 2)
-                starts += steps.view(*(-1 if e == d else 1 for e in range(len(outer))))
-            starts = starts.mul_(_GAMMA).add_(key_0)  # low 32 bits are right even where 64 overflow
-            torch.add(buffers.weyl[:width], _signed_tensor(starts)[..., None], out=words)
+        if len(dims) == 1:
+            torch.add(views.weyl, _signed(first * _GAMMA + key_0), out=views.words)
         else:
-            torch.add(buffers.weyl[:width], _signed(first * _GAMMA + key_0), out=words)
-        _mix(words, helper, key_1)
-        values = buffers.values[: count * length].view(*rows, length)
-        values.copy_(words.view(torch.int16)[..., odd : odd + length])
-        values.mul_(self.step)
-        if self.centre:
-            values.add_(self.centre)
-        if self._clamps:
-            values.clamp_(self.low, self.high)
-        target = out.as_strided([size for size, _, _ in dims], [stride for _, stride, _ in dims], offset)
-        target.copy_(values)
+            starts = torch.full(sizes[:-1], first & _WORD, dtype=torch.int64, device=out.device)
+            for d, (size, _, step) in enumerate(dims[:-1]):
+                steps = torch.arange(size, dtype=torch.int64, device=out.device) * (step // 2)
+                starts += steps.view(*(-1 if e == d else 1 for e in range(len(dims) - 1)))
+            starts = starts.mul_(_GAMMA).add_(key_0)  # low 32 bits are right even where 64 overflow
+            torch.add(views.weyl, _signed_tensor(starts)[..., None], out=views.words)
+        _mix(views.words, views.helper, key_1)
+        for start, draws, values in views.parts:
+            values.copy_(draws).mul_(self.step)
+            if self.centre:
+                values.add_(self.centre)
+            if self._clamps:
+                values.clamp_(self.low, self.high)
+            out.as_strided(values.shape, strides, offset + start * strides[0]).copy_(values)
 
     def _buffers_on(self, device: torch.device) -> "_Buffers":
         if device not in self._buffers:
@@ -174,17 +162,51 @@ class UniformFill:
             )
 
 
+class _Views(NamedTuple):
+    """A box's share of the scratch: [*rows, width] words, and its values along the first dimension in parts."""
+
+    words: Tensor
+    helper: Tensor
+    weyl: Tensor
+    parts: list[tuple[int, Tensor, Tensor]]
+
+
 class _Buffers:
-    """Scratch of one device, for boxes of `size` words."""
+    """Scratch of one device, for boxes of `size` words. A tensor has boxes of few shapes, so views are kept."""
 
     def __init__(self, device: torch.device) -> None:
-        self.size = WORDS if device.type == "cpu" else 16 * WORDS
+        cpu = device.type == "cpu"
+        self.size = WORDS if cpu else 32 * WORDS  # elsewhere a launch costs more than the arithmetic
         with torch.inference_mode(False):
-            self.weyl = torch.arange(self.size, dtype=torch.int32, device=device).mul_(_signed(_GAMMA))
-            self.words, self.helper = torch.empty_like(self.weyl), torch.empty_like(self.weyl)
-            self.values = torch.empty(2 * self.size, dtype=torch.float32, device=device)
+            self._weyl = torch.arange(self.size, dtype=torch.int32, device=device).mul_(_signed(_GAMMA))
+            self._words, self._helper = torch.empty_like(self._weyl), torch.empty_like(self._weyl)
+            self._values = torch.empty(2 * self.size, dtype=torch.float32, device=device)
+        self._part = self.size if cpu else 2 * self.size
+        self._known: dict[tuple[tuple[int, ...], int], _Views] = {}
+
+    def views(self, sizes: tuple[int, ...], odd: int) -> _Views:
+        """For a box of `sizes` whose first draw is the `odd` half of its word."""
+        found = self._known.get((sizes, odd))
+        if found is None:
+            if len(self._known) == 64:
+                self._known.clear()
+            found = self._known[sizes, odd] = self._make(sizes, odd)
+        return found
+
+    def _make(self, sizes: tuple[int, ...], odd: int) -> _Views:
+        *rows, length = sizes
+        width = (odd + length + 1) >> 1
+        words, helper = (b[: math.prod(rows) * width].view(*rows, width) for b in (self._words, self._helper))
+        draws = words.view(torch.int16)[..., odd : odd + length]
+        step = max(self._part // math.prod(sizes[1:]), 1)
+        parts = []
+        for start in range(0, sizes[0], step):
+            some = draws[start : start + step]
+            parts.append((start, some, self._values[: some.numel()].view(some.shape)))
+        return _Views(words, helper, self._weyl[:width], parts)
 
 
+@lru_cache(maxsize=64)
 def key(seed: int, name: str, block: int) -> tuple[int, int]:
     """The two 32-bit keys of `mix` for words block * 2**32 and up: the first eight bytes of a SHA-256."""
     digest = hashlib.sha256(f"{RULE}\n{seed}\n{block}\n{name}".encode()).digest()
@@ -230,65 +252,3 @@ def _step(low: float, high: float) -> float:
     mantissa, exponent = math.frexp((high - low) / 65536)
     step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
     return step if step >= 2.0**-126 else 0.0
-
-
-def _merge(dims: Iterator[_Dim] | Sequence[_Dim]) -> list[_Dim]:
-    """Fewest dimensions with the same elements, the last one a run of neighbours in the index."""
-    merged: list[_Dim] = []
-    for size, stride, step in sorted((d for d in dims if d[0] != 1), key=lambda d: -d[2]):
-        if merged and merged[-1][1:] == (size * stride, size * step):
-            merged[-1] = merged[-1][0] * size, stride, step
-        else:
-            merged.append((size, stride, step))
-    if not merged or merged[-1][2] != 1:
-        merged.append((1, 0, 1))
-    return merged
-
-
-def _narrow(dims: list[_Dim], base: int, offset: int, words: int) -> Iterator[tuple[list[_Dim], int, int]]:
-    """Cut long runs that lie across memory (a transposed tensor), so that a box is near square."""
-    *outer, (length, stride, step) = dims
-    across = any(s < stride for _, s, _ in outer)
-    most = max(RUN, 2 * words // math.prod(n for n, _, _ in outer)) if across else length
-    for i in range(0, length, most):
-        yield [*outer, (min(most, length - i), stride, step)], base + i, offset + i * stride
-
-
-def _even(dims: list[_Dim], base: int, offset: int) -> Iterator[tuple[list[_Dim], int, int]]:
-    """Cut rows whose index steps are odd into every second one, so that all runs begin in the same half."""
-    odd = next((d for d, (_, _, step) in enumerate(dims[:-1]) if step & 1), None)
-    if odd is None:
-        yield dims, base, offset
-        return
-    size, stride, step = dims[odd]
-    for parity in (0, 1):
-        half = (size + 1 - parity) // 2, 2 * stride, 2 * step
-        rest = [*dims[:odd], half, *dims[odd + 1 :]]
-        yield from _even(rest, base + parity * step, offset + parity * stride)
-
-
-def _boxes(dims: list[_Dim], base: int, offset: int, words: int) -> Iterator[tuple[list[_Dim], int, int]]:
-    """Cut into boxes of at most `words` words, none across a multiple of 2**32 words."""
-    size, stride, step = dims[0]
-    each = math.prod(n for n, _, _ in dims[1:-1]) * ((dims[-1][0] + 2) >> 1) if len(dims) > 1 else 0
-    if each > words:
-        for i in range(size):
-            yield from _boxes(dims[1:], base + i * step, offset + i * stride, words)
-        return
-    most = words // each if each else 2 * words - 2
-    for i in range(0, size, most):
-        rest = [(min(most, size - i), stride, step), *dims[1:]]
-        yield from _split(rest, base + i * step, offset + i * stride)
-
-
-def _split(dims: list[_Dim], base: int, offset: int) -> Iterator[tuple[list[_Dim], int, int]]:
-    """Halve a box until its words have one block."""
-    last = base + sum((size - 1) * step for size, _, step in dims)
-    if base >> 33 == last >> 33:
-        yield dims, base, offset
-        return
-    d = next(d for d, (size, _, _) in enumerate(dims) if size > 1)
-    size, stride, step = dims[d]
-    for start, stop in ((0, size // 2), (size // 2, size)):
-        rest = [*dims[:d], (stop - start, stride, step), *dims[d + 1 :]]
-        yield from _split(rest, base + start * step, offset + start * stride)

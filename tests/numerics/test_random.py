@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from olq.errors import ConfigError, LayoutError
-from olq.numerics import random
+from olq.numerics import indexed, random
 from olq.numerics.random import UniformFill
 from olq.testing.memory import measure_memory
 from oracles import random as oracle
@@ -42,7 +42,7 @@ def assert_bytes(out: torch.Tensor, want: np.ndarray) -> None:
 def boxes_of(words: int, run: int = 512):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "WORDS", words)
-        patch.setattr(random, "RUN", run)
+        patch.setattr(indexed, "RUN", run)
         yield
 
 
