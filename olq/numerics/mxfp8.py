@@ -15,7 +15,7 @@ from olq.numerics.chunks import Scratch, boxes
 from olq.numerics.places import Places
 from olq.numerics.rounding import powers_of_two, round_to_e4m3_
 from olq.numerics.scales import e8m0_bytes, e8m0_scale, poisoned
-from olq.numerics.source import Source, block_magnitude, source_bytes
+from olq.numerics.source import Source, largest_magnitude, source_bytes
 
 _UNIT = (1, MXFP8_BLOCK)
 
@@ -43,19 +43,18 @@ def quantize_(
     Scratch: under 8 MB, whatever the size.
     """
     chosen = exponent_rule(rule)
-    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through) + 4)
+    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through))
     reader = Source(source, through, saturate, scratch)
     for (box,) in boxes(source.shape, _UNIT, scratch.elements):
         x = reader.read(box)
         blocks = box.split(x)
-        magnitude = scratch.take("magnitude", blocks.shape, torch.float32)
-        amax = block_magnitude(blocks, magnitude)
+        amax = largest_magnitude(blocks)
         bad, (byte, factor) = poisoned(amax), e8m0_scale(amax, chosen)
         places.write(box.unit_index, e8m0_bytes(byte, bad))
         if bad is not None:
             blocks.masked_fill_(box.spread(bad), 0.0)
         blocks.mul_(box.spread(factor))
-        round_to_e4m3_(x, codes[box.index])
+        round_to_e4m3_(x, codes[box.index], may_exceed=chosen.saturates)
 
 
 def dequantize_(codes: Tensor, places: Places, out: Tensor) -> None:

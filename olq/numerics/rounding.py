@@ -13,13 +13,17 @@ _ONE_APART = 1.5 * 2**23
 """Neighbouring float32 are 1 apart here, and the low byte of its bits is 0."""
 
 
-def round_to_e4m3_(x: Tensor, codes: Tensor) -> None:
-    """Write the E4M3 codes of `x` to `codes` (uint8, same shape, any strides). Overwrites `x`; it holds no
-    NaN.
+def round_to_e4m3_(x: Tensor, codes: Tensor, *, may_exceed: bool = True) -> None:
+    """Write the E4M3 codes of `x` to `codes`.
 
-    The clamp comes first, because torch's own cast saturates in some builds and makes NaN in others.
+    Args:
+        x: float32 without NaN; overwritten.
+        codes: uint8, same shape, any strides.
+        may_exceed: False says that no magnitude is above 448, by the rule that chose the scale. Otherwise a clamp
+            comes first, because torch's own cast saturates in some builds and makes NaN in others.
     """
-    x.clamp_(-E4M3.max, E4M3.max)
+    if may_exceed:
+        x.clamp_(-E4M3.max, E4M3.max)
     codes.view(torch.float8_e4m3fn).copy_(x)
 
 

@@ -73,7 +73,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def block_magnitude(x: Tensor, magnitude: Tensor) -> Tensor:
-    """Largest |x| of each block of 1 x columns, [*l, down, across], as `largest_magnitude`.
+    """Largest |x| of each block of 1 x columns, as `largest_magnitude`, for who needs |x| as well.
 
     `x` and `magnitude` are contiguous [*l, down, 1, across, columns], float32; |x| goes to `magnitude`.
     """

@@ -121,8 +121,8 @@ def fp8_divides(patch):
     patch.setattr(torch.Tensor, "mul_", torch.Tensor.div_)
 
 
-def drop_negative_zero_e4m3(x, codes):
-    rounding.round_to_e4m3_(x + 0.0, codes)
+def drop_negative_zero_e4m3(x, codes, **options):
+    rounding.round_to_e4m3_(x + 0.0, codes, **options)
 
 
 def drop_negative_zero_e2m1(codes, *_):
