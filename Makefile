@@ -86,6 +86,7 @@ docs: $(call with,docs)
 
 bench: $(call with,bench)
 	$(PY) -m benchmarks.quantize_cpu --require-peers $(ARGS)
+	$(PY) -m benchmarks.dummy $(ARGS)
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .

@@ -19,6 +19,10 @@ from olq.reload.api import load as load
 from olq.reload.api import reload as reload
 from olq.reload.api import session as session
 from olq.reload.counter import CopyCounter as CopyCounter
+from olq.reload.dummy import DummyReport as DummyReport
+from olq.reload.dummy import dummy_init as dummy_init
+from olq.reload.dummy import dummy_init_tensor as dummy_init_tensor
+from olq.reload.dummy_rules import Shard as Shard
 from olq.reload.names import materialize as materialize
 from olq.reload.prepare import meta_parameters as meta_parameters
 from olq.reload.prepare import prepare as prepare

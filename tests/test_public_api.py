@@ -17,6 +17,7 @@ REPO = Path(__file__).resolve().parents[1]
 NAMES = {
     "CopyCounter",
     "Decision",
+    "DummyReport",
     "MethodParams",
     "QuantConfig",
     "QuantMethod",
@@ -24,7 +25,10 @@ NAMES = {
     "Resolver",
     "Rule",
     "Session",
+    "Shard",
     "dequantize",
+    "dummy_init",
+    "dummy_init_tensor",
     "finalize_layerwise_processing",
     "get_method",
     "initialize_layerwise_reload",

@@ -48,7 +48,9 @@ class RowMajor(Order):
         spans = self.parts
         height, width = self.shape
         edges = [edge for span in spans for edge in span]
-        fits = edges == sorted(edges) and (not edges or (edges[0] >= 0 and edges[-1] <= height))
+        # Neighbours, not sorted(): sizes may be symbolic while torch.compile traces.
+        ascending = all(a <= b for a, b in pairwise(edges))
+        fits = ascending and (not edges or (edges[0] >= 0 and edges[-1] <= height))
         if not fits or sum(stop - start for start, stop in spans) != self.rows or width < self.columns:
             raise LayoutError(
                 "The physical matrix has no place for the logical one.",

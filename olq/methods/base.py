@@ -175,7 +175,7 @@ class QuantMethod(ABC):
 
         Returns:
             False if a unit holds inf or NaN and the policy is to refuse it: the caller names the element. The bytes
-            of such units are defined, but not to be used.
+            of such units are not to be used.
         """
 
     @abstractmethod
@@ -231,8 +231,18 @@ class QuantMethod(ABC):
         parameter = self._make_parameter(geometry, dtype, target)
         if weight_loader is not None:
             vars(parameter)["weight_loader"] = weight_loader
+        present = vars(layer).get("quant_method")
+        if present is None:
+            vars(layer)["quant_method"] = self
+        elif present != self:
+            raise LayoutError(
+                "A layer has one method for all of its weights.",
+                where=f"{label or type(layer).__name__}.{name}",
+                found=f"{self}, after {present}",
+                need="the layer's own quant_method",
+                remedy="put weights that are stored differently into modules of their own",
+            )
         layer.register_parameter(name, parameter)
-        layer.__dict__.setdefault("quant_method", self)
         if self.quantizes:
             state = make_state(layer, target, label)
             state.plans[name] = self.plan(geometry, dtype)
