@@ -197,7 +197,7 @@ class Scratch:
         """A zero-dimensional float32 tensor, made once a call."""
         name = f"constant {value}"
         if name not in self._buffers:
-            self._buffers[name] = torch.full((), value, device=self._device)
+            self._buffers[name] = torch.full((), value, dtype=torch.float32, device=self._device)
         return self._buffers[name]
 
     def take(self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
