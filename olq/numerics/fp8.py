@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from olq.numerics.chunks import Scratch, boxes, grid_of, unit_of
-from olq.numerics.rounding import round_to_e4m3_
+from olq.numerics.rounding import e4m3_values_, round_to_e4m3_
 from olq.numerics.scales import fp8_power_of_two_scale, fp8_scale, poisoned
 from olq.numerics.source import Source, largest_magnitude, source_bytes
 
@@ -77,12 +77,11 @@ def dequantize_(codes: Tensor, scale: Tensor, out: Tensor, block: tuple[int, int
 
     Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(codes.numel(), codes.device, 4)
+    scratch = Scratch(codes.numel(), codes.device, 8)
     for group in boxes(codes.shape, unit_of(codes.shape, block), scratch.elements):
         for box in group:
             part = codes[box.index]
-            x = scratch.take("x", part.shape, torch.float32)
-            x.copy_(part.view(torch.float8_e4m3fn))
+            x = e4m3_values_(part, scratch.take("x", part.shape, torch.float32), scratch)
             box.split(x).mul_(box.spread(scale[box.unit_index]))
             out[box.index] = x
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from olq.formats import MXFP8_BLOCK, exponent_rule
 from olq.numerics.chunks import Scratch, boxes
 from olq.numerics.places import Places
-from olq.numerics.rounding import powers_of_two, round_to_e4m3_
+from olq.numerics.rounding import e4m3_values_, powers_of_two, round_to_e4m3_
 from olq.numerics.scales import e8m0_bytes, e8m0_scale, poisoned
 from olq.numerics.source import Source, largest_magnitude, source_bytes
 
@@ -68,10 +68,9 @@ def dequantize_(codes: Tensor, places: Places, out: Tensor) -> None:
 
     Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(codes.numel(), codes.device, 4)
+    scratch = Scratch(codes.numel(), codes.device, 8)
     for (box,) in boxes(codes.shape, _UNIT, scratch.elements):
         part = codes[box.index]
-        x = scratch.take("x", part.shape, torch.float32)
-        x.copy_(part.view(torch.float8_e4m3fn))
+        x = e4m3_values_(part, scratch.take("x", part.shape, torch.float32), scratch)
         box.split(x).mul_(box.spread(powers_of_two(places.read(box.unit_index))))
         out[box.index] = x

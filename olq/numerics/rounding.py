@@ -27,6 +27,17 @@ def round_to_e4m3_(x: Tensor, codes: Tensor, *, may_exceed: bool = True) -> None
     codes.view(torch.float8_e4m3fn).copy_(x)
 
 
+def e4m3_values_(codes: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
+    """Decode E4M3 codes (uint8, any strides) to contiguous float32, exactly, NaN for 0x7F and 0xFF. Returns `out`.
+
+    By a table of the 256 values: torch's own cast takes six times as long on a CPU.
+    """
+    index = scratch.take("index", codes.shape, torch.int32).copy_(codes)
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()
+    torch.index_select(table, 0, index.view(-1), out=out.view(-1))
+    return out
+
+
 def round_to_e2m1_(magnitude: Tensor, x: Tensor, scratch: Scratch) -> Tensor:
     """The E2M1 codes of `magnitude` with the signs of `x`, in the buffer "codes".
 
