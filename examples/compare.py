@@ -1,12 +1,13 @@
 """Any Llama checkpoint of Hugging Face with every method: size, peak memory, perplexity, speed, an answer.
 
-python -m examples.compare --model DIR [--text FILE] [--tokens 1024] [--prompt TEXT]
+python -m examples.compare --model DIR [--text FILE] [--tokens 512] [--prompt TEXT]
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from examples.demo.__main__ import METHODS
@@ -23,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--text", type=Path, default=HELD_OUT, help="text whose perplexity is measured")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of it")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of it")
     parser.add_argument("--prompt", default="The capital of France is", help="text to continue")
-    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=8)
     args = parser.parse_args(arguments)
 
     tokenizer = load_tokenizer(args.model)
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return lambda done: None
 
         for name, quant in METHODS.items():
-            work = Work(text=text, prompt=prompt, new_tokens=args.new_tokens, stage=stage)
+            work = Work(text=text, prompt=prompt, new_tokens=4, stage=stage)
             row, model = measure(name, quant, args.model, work)
             rows.append(row)
             answers.append(tokenizer.decode(list(generate(model, prompt, max_new_tokens=args.new_tokens))))
@@ -56,4 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # One thread: the figures don't depend on what else runs.
+    torch.set_num_threads(1)
     main()

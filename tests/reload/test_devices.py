@@ -1,0 +1,75 @@
+"""Kernel tensors on one device, sources on another: the bytes are those of a CPU load."""
+
+import pytest
+import torch
+from reload.plans import METHODS, RegionLayer, kernel_bytes, method_id
+from torch import nn
+
+import olq
+from olq.reload.region import slices
+
+pytestmark = pytest.mark.cuda
+
+PARTS, COLUMNS = (130, 70, 3), 100
+#: Cuts that leave whole units, cut units, and strided rows.
+BOXES = [
+    (range(0, 200, 2), range(0, 50)),
+    (range(1, 200, 2), range(0, 50)),
+    (range(0, 200), range(50, 100)),
+    (range(200, 203), range(0, 100)),
+]
+
+
+def make_model(method: str, params: dict[str, str]) -> nn.Module:
+    """Two linear layers, one with a bias."""
+    layers = (
+        nn.Linear(COLUMNS, 203, dtype=torch.bfloat16),
+        nn.Linear(203, 64, bias=False, dtype=torch.bfloat16),
+    )
+    return nn.Sequential(*layers)
+
+
+def load_pieces(layer: RegionLayer, weight: torch.Tensor) -> RegionLayer:
+    """Load by the cuts, each piece on the weight's device."""
+    olq.initialize_online_processing(layer)
+    for box in BOXES:
+        layer.weight.weight_loader(layer.weight, weight[slices(box)], box)
+    olq.finalize_layerwise_processing(layer)
+    return layer
+
+
+@pytest.mark.parametrize("source", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
+def test_a_load_to_the_gpu_has_the_bytes_of_a_load_to_the_cpu(method, source):
+    weight = torch.randn(203, COLUMNS, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with torch.device("cuda"):
+        on_gpu = RegionLayer(*method, PARTS, COLUMNS)
+    load_pieces(on_gpu, weight.to(source))
+    on_cpu = load_pieces(RegionLayer(*method, PARTS, COLUMNS), weight)
+    assert all(p.is_cuda for p in on_gpu.parameters())
+    assert kernel_bytes(on_gpu.cpu()) == kernel_bytes(on_cpu)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
+def test_a_gpu_model_loads_reloads_and_computes(method):
+    name, params = method
+    torch.manual_seed(5)
+    first, second = (make_model(name, params).state_dict() for _ in range(2))
+    with olq.meta_parameters():
+        model = make_model(name, params)
+    olq.prepare(model, olq.QuantConfig(method=name, params=params), device="cuda")
+    olq.load(model, first)
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    olq.reload(model, {n: t.cuda() for n, t in second.items()})
+    assert before == {n: p.data_ptr() for n, p in model.named_parameters()}
+    with olq.meta_parameters():
+        fresh = make_model(name, params)
+    olq.prepare(fresh, olq.QuantConfig(method=name, params=params))
+    olq.load(fresh, second)
+    for (n, p), (_, q) in zip(model.state_dict().items(), fresh.state_dict().items(), strict=True):
+        assert torch.equal(p.cpu(), q), n
+    x = torch.randn(5, COLUMNS, dtype=torch.bfloat16)
+    on_gpu, on_cpu = model(x.cuda()).cpu().float(), fresh(x).float()
+    assert (
+        on_gpu - on_cpu
+    ).norm() <= 0.02 * on_cpu.norm()  # the same weights; bfloat16 sums in another order
