@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from reload.plans import METHODS, RegionLayer, kernel_bytes, method_id
 from torch import nn
 
 import olq
 from olq.reload.region import slices
+from reload.plans import METHODS, RegionLayer, kernel_bytes, method_id
 
 pytestmark = pytest.mark.cuda
 
