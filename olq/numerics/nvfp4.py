@@ -16,7 +16,7 @@ from torch import Tensor
 from olq.formats import E4M3, NVFP4_BLOCK
 from olq.numerics.chunks import Box, Scratch, boxes
 from olq.numerics.places import Places
-from olq.numerics.rounding import E2M1_STEP, e2m1_values_, round_to_e2m1_
+from olq.numerics.rounding import E2M1_STEP, e2m1_values_, e4m3_values, round_to_e2m1_
 from olq.numerics.scales import nvfp4_block_scale, nvfp4_tensor_scale, poisoned
 from olq.numerics.source import Source, block_magnitude, largest_magnitude, source_bytes
 
@@ -138,7 +138,7 @@ def dequantize_(codes: Tensor, places: Places, scale_2: Tensor, out: Tensor) -> 
         packed = scratch.take("packed", part.shape, torch.uint8).copy_(part)
         x = scratch.take("x", (*part.shape[:-1], 2 * part.shape[-1]), torch.float32)
         e2m1_values_(packed, x, scratch)
-        block = places.read(box.unit_index).view(torch.float8_e4m3fn).to(torch.float32) * E2M1_STEP
+        block = e4m3_values(places.read(box.unit_index)).mul_(E2M1_STEP)
         s2 = scale_2[box.lead][..., None, None, None, None]
         box.split(x).mul_(box.spread(block)).mul_(s2)
         target = out[box.index]  # one column short of x where the last nibble is padding

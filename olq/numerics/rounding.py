@@ -33,9 +33,17 @@ def e4m3_values_(codes: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
     By a table of the 256 values: torch's own cast takes six times as long on a CPU.
     """
     index = scratch.take("index", codes.shape, torch.int32).copy_(codes)
-    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()
-    torch.index_select(table, 0, index.view(-1), out=out.view(-1))
+    torch.index_select(_e4m3_table(codes.device), 0, index.view(-1), out=out.view(-1))
     return out
+
+
+def e4m3_values(codes: Tensor) -> Tensor:
+    """`e4m3_values_` into new memory: for block scales, which are few."""
+    return _e4m3_table(codes.device).index_select(0, codes.to(torch.int32).flatten()).view(codes.shape)
+
+
+def _e4m3_table(device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def round_to_e2m1_(magnitude: Tensor, x: Tensor, scratch: Scratch) -> Tensor:

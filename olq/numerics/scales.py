@@ -23,6 +23,7 @@ from olq.formats import (
     RCEIL,
     ExponentRule,
 )
+from olq.numerics.rounding import e4m3_values
 
 _EXPONENT_OF_448 = 8
 _POINT = 23  # bits of a float32 after the point
@@ -101,7 +102,6 @@ def nvfp4_block_scale(amax: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
         is not positive and finite, both mean nothing.
     """
     ratio = (amax / (scale_2 * 6.0)).clamp_(max=E4M3.max)
-    code = ratio.to(torch.float8_e4m3fn)
-    step = code.to(torch.float32).mul_(scale_2)
-    factor = step.reciprocal()
-    return code.view(torch.uint8), torch.nan_to_num(factor, nan=0.0, posinf=0.0, out=factor)
+    code = ratio.to(torch.float8_e4m3fn).view(torch.uint8)
+    factor = e4m3_values(code).mul_(scale_2).reciprocal_()
+    return code, torch.nan_to_num(factor, nan=0.0, posinf=0.0, out=factor)
