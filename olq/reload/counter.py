@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from olq.errors import LoaderError, OlqError, SourceError
 from olq.reload import operators
+from olq.reload.checks import check_source, check_values
 from olq.reload.ledger import Ledger, storage_key
 from olq.reload.operators import COPY, tensors, written
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_source
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, Stored, note_lost
 from olq.reload.region import whole
 from olq.reload.views import mask_boxes, overlaps_itself, resolve, shown
 from olq.reload.writes import Writes
@@ -99,18 +100,20 @@ class CopyCounter(TorchDispatchMode):
             writes, observed = self._writes, self._observed
             self._forget()
             arrived: list[tuple[Progress, Box]] = []
+            stored: Stored = []
             before, self._paused = self._paused, True
             try:
                 for weight, mine in writes.items():
                     for box, source in mine.arrivals():
                         _check_memory(source, weight, self.name)
-                        weight.arrive(box, source, self.name)
+                        weight.arrive(box, source, self.name, stored)
                         arrived.append((weight, box))
                 for parameter, boxes in observed.items():
-                    arrived.extend((parameter, box) for box in parameter.arrive_all(boxes, self.name))
+                    arrived += [(parameter, box) for box in parameter.arrive_all(boxes, self.name, stored)]
             except BaseException:
                 for progress, box in arrived:
-                    progress.retract(box, self.name)
+                    progress.retract(box)
+                note_lost(stored, self.name)
                 raise
             finally:
                 self._paused = before
@@ -207,7 +210,7 @@ class CopyCounter(TorchDispatchMode):
         else:
             for owner in owners:
                 if target.dtype == owner.parameter.dtype:  # else bits are copied, not values
-                    cast("PlainParameter", owner).check_source(source, self.name)
+                    check_values(source, owner.parameter, owner.label, self.name)
             self._protect(target)
             self._observe(owners, target, lambda: COPY(target, source, **kwargs))
         return target

@@ -12,16 +12,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from olq.errors import OlqError, StateError
 from olq.methods.base import QuantMethod
+from olq.reload.checks import check_shape, check_source, check_values, contradiction, same_bytes
 from olq.reload.names import Names
-from olq.reload.progress import (
-    PlainParameter,
-    Progress,
-    QuantizedWeight,
-    check_shape,
-    check_source,
-    contradiction,
-    same_bytes,
-)
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
 from olq.reload.session import Session, check_tags, missing_error, unknown_error
 
 if TYPE_CHECKING:
@@ -178,11 +171,11 @@ def _check_tensors(state: Mapping[str, Any], names: Names) -> None:
     for name, value in state.items():
         progress = names.routes.get(name)
         if progress is not None and isinstance(value, Tensor):
-            check_shape(value, progress, name)
+            check_shape(value, progress.parameter, progress.label, name)
             if isinstance(progress, QuantizedWeight):
                 check_source(value, progress.label, name)
             elif isinstance(progress, PlainParameter):
-                progress.check_source(value, name)
+                check_values(value, progress.parameter, progress.label, name)
 
 
 def _like(state_dict: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:

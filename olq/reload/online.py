@@ -18,16 +18,10 @@ from torch import Tensor, nn
 from olq.errors import LayoutError, LoaderError, StateError
 from olq.methods.guards import guard
 from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
+from olq.reload.checks import check_shape, contradiction, same_bytes
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
-from olq.reload.progress import (
-    PlainParameter,
-    Progress,
-    QuantizedWeight,
-    check_shape,
-    contradiction,
-    same_bytes,
-)
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
 from olq.reload.region import whole
 from olq.reload.stage import Meter
 
@@ -158,7 +152,7 @@ class WrappedLoader:
         load: LayerLoad = cast("LayerState", find_state(self.layer)).open
         progress = load.weights.get(self.name) or load.plains.get(self.name)
         if progress is not None:
-            check_shape(source, progress, self.name)
+            check_shape(source, progress.parameter, progress.label, self.name)
         return parameter.copy_(source.reshape(parameter.shape))
 
 

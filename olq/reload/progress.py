@@ -6,6 +6,7 @@ in high precision has been written already; only its coverage is kept.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from threading import RLock
 from typing import cast
 
@@ -13,17 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from olq.alloc import abandon, allocate
-from olq.errors import CoverageError, NonFiniteError, SourceError, StateError
+from olq.errors import CoverageError, NonFiniteError, StateError
 from olq.methods.base import QuantMethod, Target, WeightPlan
+from olq.reload.checks import check_shape, check_source, check_values, first_non_finite, same_bytes
 from olq.reload.quality import ErrorMeter
 from olq.reload.region import Box, Coverage, boxes, describe, intersect, size, slices, whole
 from olq.reload.stage import Meter, Stage
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-#: Dtypes of quantized weights, which mean nothing without their scales.
-CODES = (
-    torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-)  # fmt: skip
+#: Staged units that were stored, with their boxes.
+Stored = list[tuple["QuantizedWeight", Box]]
 
 
 class Progress:
@@ -60,17 +59,25 @@ class Progress:
                 remedy="remove the duplicate from the source, or start another load to replace the weights",
             )
 
-    def retract(self, box: Box, name: str) -> None:
-        """Take an arrival back, because another one of the same call failed: the call may be repeated.
-
-        Args:
-            box: arrived in this call, as `name`.
-            name: what it was called.
-        """
+    def retract(self, box: Box) -> None:
+        """Take an arrival back, because another one of the same call failed: the call may be repeated."""
         with self._lock:
             self.coverage.remove(box)
             for follower in self.followers:
-                follower.retract(box, name)
+                follower.retract(box)
+
+    def _tell_followers(self, parts: Sequence[tuple[Box, Tensor]], name: str, stored: Stored) -> None:
+        """All followers take all parts, or none of them any."""
+        done: list[tuple[QuantizedWeight, Box]] = []
+        try:
+            for follower in self.followers:
+                for box, source in parts:
+                    follower.arrive(box, source, name, stored)
+                    done.append((follower, box))
+        except BaseException:
+            for follower, box in done:
+                follower.retract(box)
+            raise
 
     def holds(self, source: Tensor) -> bool:
         """Whether the parameter is what `source` would make it."""
@@ -100,8 +107,13 @@ class PlainParameter(Progress):
         """
         self.arrive_all([box], name)
 
-    def arrive_all(self, written: Sequence[Box], name: str) -> list[Box]:
+    def arrive_all(self, written: Sequence[Box], name: str, stored: Stored | None = None) -> list[Box]:
         """Record the writes of one call, or none of them if a follower refuses its values.
+
+        Args:
+            written: boxes that may overlap.
+            name: under which name.
+            stored: as for `QuantizedWeight.arrive`.
 
         Returns:
             The elements that are new, as disjoint boxes.
@@ -113,20 +125,22 @@ class PlainParameter(Progress):
             for box in written:
                 self.check_new(box, name)
             self.arrivals += 1
-            new = [
-                part for box in written for product in self.coverage.add(box, name) for part in boxes(product)
-            ]
-            done: list[tuple[QuantizedWeight, Box]] = []
+            fresh = Coverage(self.coverage.shape)
+            for part in (
+                part for box in written for new in self.coverage.add(box, name) for part in boxes(new)
+            ):
+                fresh.add(part)  # neighbours become one
+            new = fresh.boxes()
+            units: Stored = [] if stored is None else stored
             try:
-                for follower in self.followers:
-                    for part in new:
-                        follower.arrive(part, self.parameter.detach()[slices(part)], name)
-                        done.append((follower, part))
+                self._tell_followers(
+                    [(part, self.parameter.detach()[slices(part)]) for part in new], name, units
+                )
             except BaseException:
-                for follower, part in done:
-                    follower.retract(part, name)
                 for part in new:
                     self.coverage.remove(part)
+                if stored is None:
+                    note_lost(units, name)
                 raise
             return new
 
@@ -136,21 +150,12 @@ class PlainParameter(Progress):
         Raises:
             CoverageError: an element arrived before.
         """
-        self.check_source(source, name)
+        check_values(source, self.parameter, self.label, name)
         with self._lock, torch.no_grad():
             self.check_new(box, name)
             self.touched = True
             self.parameter.detach()[slices(box)].copy_(source)
             self.arrive(box, name)
-
-    def check_source(self, source: Tensor, name: str) -> None:
-        """Raise `SourceError` if a float parameter would take codes of a quantized tensor for values."""
-        if (
-            source.dtype in CODES
-            and self.parameter.dtype.is_floating_point
-            and self.parameter.dtype.itemsize > 1
-        ):
-            raise _source_error(source, self.label, name, FLOATS)
 
     def holds(self, source: Tensor) -> bool:
         """Whether the parameter has the values of `source`, rounded to its dtype."""
@@ -176,8 +181,8 @@ class PlainParameter(Progress):
         Raises:
             SourceError: another shape, or codes of a quantized tensor.
         """
-        check_shape(values, self, "parameter.data = ...")
-        self.check_source(values, "parameter.data = ...")
+        check_shape(values, self.parameter, self.label, "parameter.data = ...")
+        check_values(values, self.parameter, self.label, "parameter.data = ...")
         self.touched = True
         with torch.no_grad():
             self.parameter.detach().copy_(values)
@@ -217,17 +222,18 @@ class QuantizedWeight(Progress):
         self._stages: dict[tuple[tuple[int, ...], int], Stage] = {}
         self._live = tensors
         self._made = False
-        self._units_left = 0  # arrivals of staged units at the method
         self._broken = ""
         self._padded = False
 
-    def arrive(self, box: Box, source: Tensor, name: str) -> None:
+    def arrive(self, box: Box, source: Tensor, name: str, stored: Stored | None = None) -> None:
         """Quantize or stage what arrived. When it returns, the source has been consumed.
 
         Args:
             box: elements of the parameter, none of which has arrived before.
             source: their values, of the box's shape; any strides; on any device.
             name: what it was called, for messages.
+            stored: gets the staged units that this completes, where other arrivals belong to the same call: its
+                caller then calls `note_lost` if one of them fails.
 
         Raises:
             SourceError: the source is not a plain float tensor.
@@ -242,22 +248,34 @@ class QuantizedWeight(Progress):
             self.touched = True
             self.prepare_tensors()
             self.arrivals += 1
-            left = self._units_left
+            units: Stored = [] if stored is None else stored
             try:
-                self._cut_by_part(box, source, name)
-                for follower in self.followers:
-                    follower.arrive(box, source, name)
+                self._cut_by_part(box, source, name, units)
+                self._tell_followers([(box, source)], name, units)
             except BaseException:
-                if self._units_left != left:  # other arrivals' elements of these units were in the stage only
-                    self._broken = name
+                self._unstage(box)
+                if stored is None:
+                    note_lost(units, name)
                 raise
             self.coverage.add(box, name)
 
-    def retract(self, box: Box, name: str) -> None:
-        """Take an arrival back. What it may have completed in the stage can't be taken back."""
-        super().retract(box, name)
-        if self._units_left:
-            self._broken = name
+    def retract(self, box: Box) -> None:
+        """See `Progress.retract`."""
+        super().retract(box)
+        self._unstage(box)
+
+    def lose(self, name: str) -> None:
+        """Elements that had been staged are gone: this load can't finish."""
+        self._broken = name
+
+    def _unstage(self, box: Box) -> None:
+        """Forget staged elements of an arrival that failed or was taken back."""
+        for (at, part), stage in self._stages.items():
+            start = self.plan.geometry.starts[part]
+            rows = intersect(box[-2], range(start, start + self.plan.geometry.parts[part]))
+            if rows and all(i in indices for i, indices in zip(at, box[:-2], strict=True)):
+                inside = _normal(range(rows.start - start, rows.stop - start, rows.step))
+                stage.forget(inside, _normal(box[-1]))
 
     def holds(self, source: Tensor) -> bool:
         """Whether the stored bytes are those that `source` would be stored as. Needs the kernel tensors once more."""
@@ -294,7 +312,7 @@ class QuantizedWeight(Progress):
             self.method.write_padding_(self.tensors, self.plan)
             self._padded = True
 
-    def _cut_by_part(self, box: Box, source: Tensor, name: str) -> None:
+    def _cut_by_part(self, box: Box, source: Tensor, name: str, stored: Stored) -> None:
         for part, (start, count) in enumerate(
             zip(self.plan.geometry.starts, self.plan.geometry.parts, strict=True)
         ):
@@ -303,7 +321,7 @@ class QuantizedWeight(Progress):
                 first = (rows.start - box[-2].start) // box[-2].step
                 inside = _normal(range(rows.start - start, rows.stop - start, rows.step))
                 some = source if len(rows) == len(box[-2]) else source[..., first : first + len(rows), :]
-                self._arrive_part(box[:-2], part, inside, some, box[-1], name)
+                self._arrive_part(box[:-2], part, inside, some, box[-1], name, stored)
 
     def discard(self) -> None:
         """Drop what waits."""
@@ -318,14 +336,17 @@ class QuantizedWeight(Progress):
             abandon(*self.tensors.values())
 
     def _arrive_part(
-        self, lead: Box, part: int, rows: range, source: Tensor, columns: range, name: str
+        self, lead: Box, part: int, rows: range, source: Tensor, columns: range, name: str, stored: Stored
     ) -> None:
+        def stage(rows: range, columns: range, source: Tensor) -> None:
+            self._stage(lead, part, rows, columns, source, name, stored)
+
         columns = _normal(columns)
         unit_rows, unit_columns = self.plan.unit_of(part)
         height, width = self.plan.geometry.parts[part], self.plan.geometry.columns
         inner_rows, inner_columns = _inner(rows, unit_rows, height), _inner(columns, unit_columns, width)
         if not inner_rows or not inner_columns:
-            self._stage(lead, part, rows, columns, source, name)
+            stage(rows, columns, source)
             return
         top, left = rows.index(inner_rows[0]), columns.index(inner_columns[0])
         bottom, right = top + len(inner_rows), left + len(inner_columns)
@@ -334,15 +355,17 @@ class QuantizedWeight(Progress):
         self._quantize(target, source if whole_units else source[..., top:bottom, left:right], name)
         self.direct_elements += size((*lead, inner_rows, inner_columns))
         if top:
-            self._stage(lead, part, rows[:top], columns, source[..., :top, :], name)
+            stage(rows[:top], columns, source[..., :top, :])
         if bottom < len(rows):
-            self._stage(lead, part, rows[bottom:], columns, source[..., bottom:, :], name)
+            stage(rows[bottom:], columns, source[..., bottom:, :])
         if left:
-            self._stage(lead, part, inner_rows, columns[:left], source[..., top:bottom, :left], name)
+            stage(inner_rows, columns[:left], source[..., top:bottom, :left])
         if right < len(columns):
-            self._stage(lead, part, inner_rows, columns[right:], source[..., top:bottom, right:], name)
+            stage(inner_rows, columns[right:], source[..., top:bottom, right:])
 
-    def _stage(self, lead: Box, part: int, rows: range, columns: range, source: Tensor, name: str) -> None:
+    def _stage(
+        self, lead: Box, part: int, rows: range, columns: range, source: Tensor, name: str, stored: Stored
+    ) -> None:
         height, width = self.plan.geometry.parts[part], self.plan.geometry.columns
         for at, matrix in _matrices(lead, source):
             stage = self._stages.get((at, part))
@@ -356,15 +379,18 @@ class QuantizedWeight(Progress):
                     meter=self._meter,
                 )
             fixed = tuple(slice(i, i + 1) for i in at)
-            for ready in stage.write(rows, columns, matrix):
-                self._units_left += 1
-                elements = ready.elements[(None,) * len(at)]
-                try:
+            with closing(stage.write(rows, columns, matrix)) as units:
+                for ready in units:
+                    elements = ready.elements[(None,) * len(at)]
                     self._quantize(Target(fixed, part, ready.rows, ready.columns), elements, name)
-                except Exception:
-                    self._broken = name  # the elements of these units were here only
-                    raise
+                    stored.append((self, self._box(at, part, ready.rows, ready.columns)))
             self.staged_elements += matrix.numel()
+
+    def _box(self, at: tuple[int, ...], part: int, rows: range, columns: range) -> Box:
+        """A box of the parameter, from a position inside a part of a matrix."""
+        start = self.plan.geometry.starts[part]
+        inside = range(rows.start + start, rows.stop + start, rows.step)
+        return (*(range(i, i + 1) for i in at), inside, columns)
 
     def staged_dtype(self, source: torch.dtype) -> torch.dtype:
         """What a copy of a source is rounded to: the parameter's dtype, or at least float32 if precision is kept."""
@@ -388,74 +414,32 @@ class QuantizedWeight(Progress):
             )
 
     def _not_finite(self, target: Target, source: Tensor, name: str) -> NonFiniteError:
-        at, value = _first_non_finite(
+        at, value = first_non_finite(
             source if source.dtype == self.plan.dtype else source.to(self.plan.dtype)
         )
         lead = [
             s.start + s.step * i if s.step else s.start + i for s, i in zip(target.lead, at, strict=False)
         ]
         row = self.plan.geometry.starts[target.part] + target.rows[at[-2]]
-        where = ", ".join(map(str, (*lead, row, target.columns[at[-1]])))
+        element = (*lead, row, target.columns[at[-1]])
+        came_as = self.coverage.find(tuple(range(i, i + 1) for i in element)) or name
         return NonFiniteError(
             "A weight holds a value that is not finite.",
-            where=f"{self.label}[{where}], from {name!r}",
+            where=f"{self.label}[{', '.join(map(str, element))}], from {came_as!r}",
             found=str(value),
             need="finite values",
             remedy="repair the checkpoint, or set the method's nonfinite='saturate'",
         )
 
 
-def check_source(source: Tensor, label: str, name: str) -> None:
-    """Raise `SourceError` unless `source` is a plain float tensor with memory."""
-    if source.dtype not in FLOATS or source.device.type == "meta":
-        raise _source_error(source, label, name, FLOATS)
+def note_lost(stored: Stored, name: str) -> None:
+    """After a call that failed and was taken back: weights that had stored units with elements of other calls.
 
-
-def check_shape(source: Tensor, progress: Progress, name: str) -> None:
-    """Raise `SourceError` unless `source` has the parameter's shape, or both have one element."""
-    parameter = progress.parameter
-    if source.shape != parameter.shape and not source.numel() == parameter.numel() == 1:
-        raise SourceError(
-            "A tensor does not have its parameter's shape.",
-            where=f"{progress.label}, from {name!r}",
-            found=f"shape {list(source.shape)}, {source.dtype}",
-            need=f"shape {list(parameter.shape)}",
-            remedy="check that checkpoint and model agree; slice fused or sharded tensors before feeding them",
-        )
-
-
-def _source_error(source: Tensor, label: str, name: str, need: Sequence[torch.dtype]) -> SourceError:
-    if source.device.type == "meta":
-        found, remedy = "a tensor on the meta device: it has no values", "feed tensors that are in memory"
-    elif source.dtype in CODES:
-        found = f"{source.dtype}, which looks already quantized or packed"
-        remedy = "feed the full-precision weight; quantized tensors load by their own names, scales included"
-    else:
-        found, remedy = f"{source.dtype}, which is no weight", "feed the full-precision weight"
-    return SourceError(
-        "This tensor can't be the source of a full-precision weight.",
-        where=f"{label}, from {name!r}",
-        found=found,
-        need=f"one of {', '.join(str(d) for d in need)}, with values",
-        remedy=remedy,
-    )
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equality of bytes of tensors of one dtype: -0.0 is not 0.0, and NaN equals itself."""
-    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.view(as_integers), b.to(a.device).view(as_integers))
-
-
-def contradiction(first: str, second: str) -> CoverageError:
-    """What to raise when a tied parameter has different values under two names."""
-    return CoverageError(
-        "A tied parameter arrived under two names with different values.",
-        where=f"{second} (tied to {first})",
-        found="values that differ from those that arrived first",
-        need="equal values, or a model whose parameters are not tied",
-        remedy="untie the parameters before prepare(), or drop one of the names from the source",
-    )
+    Those elements were in the stage only, and left it with the unit.
+    """
+    for weight, unit in stored:
+        if weight.coverage.find(unit) is not None:
+            weight.lose(name)
 
 
 def _normal(indices: range) -> range:
@@ -482,13 +466,3 @@ def _matrices(lead: Box, source: Tensor) -> "list[tuple[tuple[int, ...], Tensor]
     for indices in lead:
         found = [((*at, i), tensor[j]) for at, tensor in found for j, i in enumerate(indices)]
     return found
-
-
-def _first_non_finite(source: Tensor) -> tuple[list[int], float]:
-    """Index and value of the first element that is inf or NaN; looked for row by row, without a large mask."""
-    for i, row in enumerate(source.reshape(-1, source.shape[-1])):
-        bad = (~row.isfinite()).nonzero()
-        if len(bad):
-            index = torch.unravel_index(torch.tensor(i, device="cpu"), source.shape[:-1])
-            return [*(int(d) for d in index), int(bad[0])], float(row[bad[0]])
-    return [0] * source.dim(), float("nan")

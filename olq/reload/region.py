@@ -161,6 +161,10 @@ class Coverage:
         self.count = sum(map(_count, self._products))
         self._log = [(other, name) for other, name in self._log if subtract(masks(other), gone)]
 
+    def boxes(self) -> list[Box]:
+        """The elements that have arrived, as disjoint boxes."""
+        return [box for product in self._products for box in boxes(product)]
+
     def missing(self, limit: int = 4) -> list[Box]:
         """Some boxes that have not arrived: the first `limit` of a disjoint cut of them."""
         left = [masks(whole(self.shape))] if self.total else []

@@ -18,10 +18,11 @@ from olq import patterns
 from olq.errors import CoverageError, StateError, UnknownNameError
 from olq.methods.state import FORMAT_SUFFIX
 from olq.reload import online
+from olq.reload.checks import check_shape, contradiction
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect, near
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, check_shape, contradiction
+from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
 from olq.reload.region import whole
 from olq.reload.reporting import build_report
 from olq.reload.sources import Source, Weights, open_source
@@ -212,12 +213,12 @@ class Session:
             loader = None
         if loader is not None:
             counter = active_counter()
-            if counter is None or counter.ledger is not self._ledger:  # that of another model's load, around this one
+            if counter is None or counter.ledger is not self._ledger:  # that of another model's load
                 counter = self.counter()
             with counter.scope(name, [progress] if isinstance(progress, PlainParameter) else ()):
                 loader(progress.parameter, tensor, *loader_args)
             return
-        check_shape(tensor, progress, name)
+        check_shape(tensor, progress.parameter, progress.label, name)
         tensor = tensor.reshape(progress.parameter.shape)
         box = whole(progress.parameter.shape)
         counter = active_counter()
@@ -275,7 +276,7 @@ class Session:
         """The source's items; what a loader writes before it asks for the next one belongs to the last name."""
         for name, tensor in source.items:
             count = tensor.numel() * tensor.element_size()
-            if active_counter() is not counter:  # a thread that pulls ahead: items and writes no longer alternate
+            if active_counter() is not counter:  # a thread pulls ahead: items and writes don't alternate
                 counter.eager = True
                 yield name, tensor
             else:

@@ -5,7 +5,7 @@ touched units only: pieces of one unit column and at most 1 MiB, or one unit if 
 the units that still wait as soon as one of them leaves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -85,7 +85,7 @@ class Stage:
         self._dtype, self._device, self._meter = dtype, device, meter
         self._owner: dict[tuple[int, int], _Piece] = {}
 
-    def write(self, rows: range, columns: range, source: Tensor) -> Iterator[Ready]:
+    def write(self, rows: range, columns: range, source: Tensor) -> Generator[Ready, None, None]:
         """Stage elements and hand out the units that they complete.
 
         Args:
@@ -94,7 +94,8 @@ class Stage:
             source: [len(rows), len(columns)], any float dtype, strides and device.
 
         Yields:
-            Whole units. Their memory is free once the caller drops them.
+            Whole units. Their memory is free once the caller drops them. If the caller raises, that unit and those
+            after it wait again.
         """
         unit_rows, unit_columns = self._unit
         # A step wider than a unit leaves units untouched in between: take such rows or columns one by one.
@@ -109,6 +110,22 @@ class Stage:
                 continue
             first = (part.start - columns.start) // columns.step
             yield from self._write_column(j, rows, part, source[:, first : first + len(part)])
+
+    def forget(self, rows: range, columns: range) -> None:
+        """Take elements out again, as if they had not been staged.
+
+        Args:
+            rows: rows inside the part, any step.
+            columns: columns inside the part, any step.
+        """
+        for piece in list(self._pieces()):
+            some = intersect(rows, piece.rows), intersect(columns, piece.columns)
+            if not all(some):
+                continue
+            piece.written.remove((_index(some[0], piece.rows), _index(some[1], piece.columns)))
+            if not piece.written.count:
+                self._count(piece, -1)
+                self._owner = {key: owner for key, owner in self._owner.items() if owner is not piece}
 
     def discard(self) -> None:
         """Drop everything that waits."""
@@ -172,8 +189,17 @@ class Stage:
         self._count(piece, -1)
         for rest in runs(mask(range(len(piece.rows))) & ~done):
             self._own(j, piece.keep(rest))
-        for run in runs(done):
-            yield Ready(piece.rows[run.start : run.stop], piece.columns, piece.buffer[run.start : run.stop])
+        left = list(runs(done))
+        try:
+            while left:
+                run = left[0]
+                yield Ready(
+                    piece.rows[run.start : run.stop], piece.columns, piece.buffer[run.start : run.stop]
+                )
+                del left[0]
+        finally:  # the caller could not store a unit: its elements are here only, and so are those of the next ones
+            for run in left:
+                self._own(j, piece.keep(run))
 
     def _own(self, j: int, piece: _Piece) -> None:
         self._count(piece, 1)

@@ -55,6 +55,11 @@ class OneWeight(nn.Module):
         self.bias = nn.Parameter(torch.full((rows,), float("nan"), dtype=dtype), requires_grad=False)
 
 
+def weight(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in bfloat16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
 def real_parameter(layer: nn.Module) -> nn.Parameter:
     """What a loader would get without olq: memory of the parameter's shape and dtype, holding NaN."""
     meta = find_state(layer).load_parameters["weight"]
@@ -96,3 +101,18 @@ def call(layer: nn.Module, *args: Any, name: str = "weight") -> Any:
     """Call a parameter's loader as an engine does."""
     parameter = layer.get_parameter(name)
     return parameter.weight_loader(parameter, *args)
+
+
+class OwnLoop(nn.Module):
+    """A model that loads through a loop of its own, as engines do: quantized layers, and a norm of float32."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OneWeight(lambda p, x: p.copy_(x)) for _ in range(count)])
+        self.norm = nn.Parameter(torch.full((8,), float("nan")), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameter = parameters[name]
+            getattr(parameter, "weight_loader", lambda p, x: p.data.copy_(x))(parameter, tensor)

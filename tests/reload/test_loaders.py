@@ -1,27 +1,27 @@
-"""Layers of engines whose loaders do what loaders do: fuse, shard, nest, fail, use threads, bypass, come late."""
+"""Layers of engines whose loaders do what loaders do: fuse, shard, transform, bypass, reuse memory, come late."""
 
 import itertools
-import queue
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import olq
-from olq.errors import CoverageError, LayoutError, LoaderError, NonFiniteError, StateError
+from olq.errors import CoverageError, LayoutError, LoaderError
 from olq.methods.state import find_state
 from olq.reload.online import load_of
-from reload.engine_layers import OneWeight, bytes_of, call, load, real_parameter, stored_bytes, whole_bytes
+from reload.engine_layers import (
+    OneWeight,
+    OwnLoop,
+    bytes_of,
+    call,
+    load,
+    real_parameter,
+    stored_bytes,
+    weight,
+    whole_bytes,
+)
 from reload.plans import METHODS, method_id
-
-
-def weight(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
 
 # Loaders that transform
 
@@ -141,89 +141,6 @@ def test_experts_arrive_one_by_one_fused_or_together(method):
     assert stored_bytes(one_by_one) == stored_bytes(together) == whole_bytes(together, source)
 
 
-# Loaders that call others, and raise
-
-
-def test_nested_loaders_arrive_together_when_the_outermost_returns():
-    inner, other = OneWeight(lambda p, x: p.copy_(x)), OneWeight(lambda p, x: p.copy_(x))
-
-    def outer(p: Tensor, x: Tensor, fail: bool) -> None:
-        p[:8].copy_(x[:8])
-        inner.weight.weight_loader(inner.weight, x)
-        other.weight.weight_loader(other.weight, x)
-        assert not load_of(inner).started
-        p[8:].copy_(x[8:])
-        if fail:
-            raise ZeroDivisionError
-
-    model = nn.ModuleDict({"outer": OneWeight(outer), "inner": inner, "other": other})
-    olq.initialize_online_processing(model)
-    with pytest.raises(ZeroDivisionError):
-        call(model["outer"], weight(16, 32), True)
-    assert not any(load_of(layer).started for layer in model.values())
-    call(model["outer"], weight(16, 32), False)
-    olq.finalize_layerwise_processing(model)
-    assert all(stored_bytes(layer) == whole_bytes(layer, weight(16, 32)) for layer in model.values())
-
-
-@pytest.mark.parametrize("where", ["loader", "quantizer"])
-def test_a_loader_that_raises_midway_leaves_nothing_and_can_be_called_again(where):
-    x = weight(16, 32)
-    bad = x.clone()
-    bad[12, 3] = float("inf")
-
-    def loader(p: Tensor, source: Tensor, fail: bool = False) -> None:
-        p[:8].copy_(source[:8])
-        if fail:
-            raise ZeroDivisionError
-        p[8:].copy_(source[8:])
-
-    layer = OneWeight(loader)
-    olq.initialize_online_processing(layer)
-    if where == "loader":
-        with pytest.raises(ZeroDivisionError):
-            call(layer, x, True)
-    else:
-        with pytest.raises(NonFiniteError, match=r"weight\[12, 3\]"):
-            call(layer, bad)  # its first half was fine, and is taken back
-    assert load_of(layer).weights["weight"].coverage.count == 0
-    call(layer, x)
-    olq.finalize_layerwise_processing(layer)
-    assert stored_bytes(layer) == whole_bytes(layer, x)
-
-
-def test_a_bad_value_in_one_part_is_repaired_by_feeding_it_again():
-    x = weight(203, 96)
-    bad = x.clone()
-    bad[150, 95] = float("nan")
-    layer = OneWeight(None, params={"granularity": "block"}, parts=(130, 70, 3), columns=96)
-    olq.initialize_online_processing(layer)
-    with pytest.raises(NonFiniteError, match=r"weight\[150, 95\]"):
-        call(layer, bad)
-    call(layer, x)
-    olq.finalize_layerwise_processing(layer)
-    assert stored_bytes(layer) == whole_bytes(layer, x)
-
-
-@pytest.mark.unaudited(reason="the load can't be finished")
-def test_elements_that_were_staged_and_lost_are_not_guessed():
-    """The second half completes a waiting unit of part 0 and fails in part 1: the first half is gone by then."""
-    x = weight(8, 32)
-
-    def loader(p: Tensor, source: Tensor, columns: slice) -> None:
-        p[:, columns].copy_(source[:, columns])
-
-    layer = OneWeight(loader, params={"granularity": "tensor"}, parts=(4, 4))
-    olq.initialize_online_processing(layer)
-    call(layer, x, slice(0, 16))
-    x[6, 20] = float("inf")
-    with pytest.raises(NonFiniteError):
-        call(layer, x, slice(16, 32))
-    x[6, 20] = 0.0
-    with pytest.raises(StateError, match="lost elements of this weight that had been staged"):
-        call(layer, x, slice(16, 32))
-
-
 # Sources that don't stay
 
 
@@ -237,21 +154,6 @@ def test_a_buffer_may_be_overwritten_by_any_means_as_soon_as_the_loader_returns(
         call(layer, ring)
     olq.finalize_layerwise_processing(model)
     assert all(stored_bytes(m) == whole_bytes(m, part) for m, part in zip(model, parts, strict=True))
-
-
-class OwnLoop(nn.Module):
-    """A model that loads through a loop of its own, as engines do."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([OneWeight(lambda p, x: p.copy_(x)) for _ in range(count)])
-        self.norm = nn.Parameter(torch.full((8,), float("nan")), requires_grad=False)
-
-    def load_weights(self, weights) -> None:
-        parameters = dict(self.named_parameters())
-        for name, tensor in weights:
-            parameter = parameters[name]
-            getattr(parameter, "weight_loader", lambda p, x: p.data.copy_(x))(parameter, tensor)
 
 
 def ring_iterator(tensors: dict[str, Tensor]):
@@ -363,181 +265,6 @@ def test_a_bias_that_does_not_arrive_is_missed(registered):
         olq.finalize_layerwise_processing(layer)
     call(layer, weight(16), name="bias")
     olq.finalize_layerwise_processing(layer)
-
-
-# Threads
-
-
-def test_a_loader_with_threads_of_its_own_is_not_seen_and_the_error_says_so():
-    def loader(p: Tensor, x: Tensor) -> None:
-        thread = threading.Thread(target=lambda: p.copy_(x))
-        thread.start()
-        thread.join()
-
-    layer = OneWeight(loader)
-    olq.initialize_online_processing(layer)
-    call(layer, weight(16, 32))
-    with pytest.raises(CoverageError) as error:
-        olq.finalize_layerwise_processing(layer)
-    assert "weight (nothing arrived)" in error.value.where
-    assert "a loader that copies in threads of its own is not seen" in error.value.remedy
-
-
-def pieces_of(count: int, parts: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(layer, part, half of the columns)"""
-    return [(i, part, half) for i in range(count) for part in range(len(parts)) for half in (0, 1)]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=method_id)
-@settings(max_examples=3)
-@given(seed=st.integers(0, 2**32))
-def test_loaders_called_by_many_threads_give_the_bytes_of_one(method, seed):
-    name, params = method
-    parts, columns = (20, 7), 48
-
-    def loader(p: Tensor, x: Tensor, part: int, half: int) -> None:
-        start = 0 if part == 0 else 20
-        p[start : start + parts[part], 24 * half : 24 * half + 24].copy_(x)
-
-    model = nn.ModuleList([
-        OneWeight(loader, method=name, params=params, parts=parts, columns=columns, bias="after") for _ in range(3)
-    ])  # fmt: skip
-    sources = [weight(27, 48, seed=i) for i in range(3)]
-    olq.initialize_online_processing(model)
-    work = [*pieces_of(3, parts), *((i, -1, 0) for i in range(3))]
-    order = torch.randperm(len(work), generator=torch.Generator().manual_seed(seed)).tolist()
-
-    def do(at: int) -> None:
-        i, part, half = work[at]
-        if part < 0:
-            call(model[i], weight(27, seed=i), name="bias")
-        else:
-            rows = sources[i].split(parts)[part]
-            call(model[i], rows[:, 24 * half : 24 * half + 24].clone(), part, half)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(do, order))
-    olq.finalize_layerwise_processing(model)
-    for i, layer in enumerate(model):
-        assert stored_bytes(layer) == whole_bytes(layer, sources[i])
-        assert torch.equal(layer.bias, weight(27, seed=i))
-
-
-@settings(max_examples=10)
-@given(seed=st.integers(0, 2**32))
-def test_one_session_fed_by_many_threads_gives_the_bytes_of_one(seed):
-    model = OwnLoop(6)
-    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(6)} | {"norm": torch.arange(8.0)}
-    names = list(tensors)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
-    with olq.session(model) as session, ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: session.feed(names[i], tensors[names[i]].clone()), order))
-        report = session.commit()
-    assert len(report.weights) == 6
-    for i, layer in enumerate(model.layers):
-        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
-    assert model.norm.tolist() == list(range(8))
-
-
-@pytest.mark.parametrize("name", ["layers.0.weight", "norm"])
-def test_the_same_name_from_two_threads_is_a_duplicate_every_time(name):
-    source = weight(16, 32) if name != "norm" else torch.ones(8)
-    other, value = ("norm", torch.ones(8)) if name != "norm" else ("layers.0.weight", weight(16, 32))
-
-    def feed(session: olq.Session) -> bool:
-        try:
-            session.feed(name, source)
-        except CoverageError:
-            return False
-        return True
-
-    for _ in range(15):
-        with olq.session(OwnLoop(1)) as session, ThreadPoolExecutor(3) as pool:
-            fed = list(pool.map(feed, [session] * 3))
-            session.feed(other, value)
-        assert sum(fed) == 1
-
-
-class PullsAhead(OwnLoop):
-    """Its load_weights reads the next tensors in a thread while it copies the last one."""
-
-    def load_weights(self, weights) -> None:
-        ahead: queue.Queue = queue.Queue(maxsize=2)
-
-        def pull() -> None:
-            for item in weights:
-                ahead.put(item)
-            ahead.put(None)
-
-        thread = threading.Thread(target=pull)
-        thread.start()
-        super().load_weights(iter(ahead.get, None))
-        thread.join()
-
-
-def test_a_loop_that_pulls_ahead_in_a_thread_loses_nothing():
-    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(8)} | {"norm": torch.arange(8.0)}
-    for _ in range(10):
-        model = PullsAhead(8)
-        report = olq.load(model, iter(tensors.items()))
-        assert not report.surplus
-        for i, layer in enumerate(model.layers):
-            assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
-
-
-class PoolLoop(OwnLoop):
-    """Its load_weights calls the loaders in a pool of threads."""
-
-    def load_weights(self, weights) -> None:
-        parameters = dict(self.named_parameters())
-        with ThreadPoolExecutor(3) as pool:
-            for name, tensor in weights:
-                loader = getattr(parameters[name], "weight_loader", None)
-                if loader is None:
-                    parameters[name].data.copy_(tensor)
-                else:
-                    pool.submit(loader, parameters[name], tensor)
-
-
-def test_a_loop_with_a_pool_of_loaders_loses_nothing():
-    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(8)} | {"norm": torch.arange(8.0)}
-    model = PoolLoop(8)
-    olq.load(model, iter(tensors.items()))
-    for i, layer in enumerate(model.layers):
-        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
-
-
-def test_a_load_inside_the_load_of_another_model():
-    """A loop that brings up a draft model on the way."""
-    draft, reports = OwnLoop(2), []
-    inner = {
-        "layers.0.weight": weight(16, 32, seed=7),
-        "layers.1.weight": weight(16, 32, seed=8),
-        "norm": weight(8),
-    }
-
-    class WithDraft(OwnLoop):
-        def load_weights(self, weights) -> None:
-            for i, item in enumerate(weights):
-                super().load_weights([item])
-                if i == 1:
-                    reports.append(olq.load(draft, inner.items()))
-                if i == 2:
-                    with olq.session(plain) as session:
-                        session.feed("0.weight", weight(16, 32, seed=9))
-                        session.feed("1.weight", weight(16, 32, seed=9))
-
-    plain = nn.ModuleList([OneWeight(None), OneWeight(lambda p, x: p.copy_(x))])
-    model = WithDraft(3)
-    tensors = {f"layers.{i}.weight": weight(16, 32, seed=i) for i in range(3)} | {"norm": torch.arange(8.0)}
-    olq.load(model, iter(tensors.items()))
-    for i, layer in enumerate(model.layers):
-        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=i))
-    for i, layer in enumerate(draft.layers):
-        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=7 + i))
-    for layer in plain:
-        assert stored_bytes(layer) == whole_bytes(layer, weight(16, 32, seed=9))
-    assert len(reports[0].weights) == 2
 
 
 # Sources on a device of no memory, and a default device of none
