@@ -33,14 +33,14 @@ class Decision:
 
     Args:
         layer: its name.
-        method: name of the method; None leaves the layer in high precision.
+        method: name of the method; `keep` leaves the layer in high precision.
         params: parameters of the method.
         reason: the entry of the configuration that decided, in words.
         parts: names of the parts of a fused layer.
     """
 
     layer: str
-    method: str | None
+    method: str
     params: Mapping[str, Any]
     reason: str
     parts: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Resolver:
             )
         _refuse_half_matches(hits, name, siblings)
         reason = self._reason(name, parts, hits)
-        self._layers[name] = Decision(name, first.method, first.params, reason, parts)
+        self._layers[name] = Decision(name, first.method or KEEP, first.params, reason, parts)
         return self._layers[name]
 
     def see(self, names: Iterable[str]) -> None:
@@ -160,10 +160,10 @@ class Resolver:
         """All decisions as text, one line a layer, and how many layers each method has."""
         rows = [("layer", "method", "parameters", "reason")]
         for made in self._layers.values():
-            rows.append((made.layer, made.method or KEEP, _text(made.params) or "-", made.reason))
+            rows.append((made.layer, made.method, _text(made.params) or "-", made.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        counts = Counter(made.method or KEEP for made in self._layers.values())
+        counts = Counter(made.method for made in self._layers.values())
         total = ", ".join(f"{count} {method}" for method, count in counts.most_common()) or "none"
         return "\n".join([*lines, f"layers: {total}"])
 

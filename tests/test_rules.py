@@ -105,7 +105,7 @@ def test_the_reason_names_the_entry_and_what_it_matches(pattern: str):
 )
 def test_a_fused_layer_is_reached_by_its_own_name_and_by_those_of_all_its_parts(keep: tuple[str, ...]):
     made = methods(QuantConfig(keep=keep))
-    assert {name for name, method in made.items() if method is None} == {n for n in LAYERS if "qkv" in n}
+    assert {name for name, method in made.items() if method == "keep"} == {n for n in LAYERS if "qkv" in n}
 
 
 def test_parts_may_be_reached_by_different_rules_that_say_the_same():
@@ -258,7 +258,7 @@ def test_a_layer_at_the_top_has_parts_at_the_top():
 
 
 def test_the_root_itself_can_be_the_layer():
-    assert Resolver(QuantConfig(keep=("**",))).decide("").method is None
+    assert Resolver(QuantConfig(keep=("**",))).decide("").method == "keep"
 
 
 def test_the_table_has_a_line_for_each_layer_and_a_count_of_methods():
@@ -323,7 +323,7 @@ def test_the_resolver_does_what_ten_lines_of_predicates_do(
 
     def decide_all() -> dict[str, str]:
         made = [resolver.decide(name, () if name[2:] == "o" else ("q", "k")) for name in order]
-        return {decision.layer: decision.method or "keep" for decision in made}
+        return {decision.layer: decision.method for decision in made}
 
     if not fits:
         with pytest.raises(ConfigError):

@@ -33,7 +33,7 @@ class Linear(nn.Module):
         starts = accumulate(rows, initial=0)
         self.rows_of = {part: (start, parts[part]) for part, start in zip(parts, starts, strict=False)}
         decision = quant.decide(label, part_names=tuple(parts) if len(parts) > 1 else ())
-        self.quant_method = olq.get_method(decision.method or "keep", **decision.params)
+        self.quant_method = olq.get_method(decision.method, **decision.params)
         self.quant_method.create_weights(
             self,
             in_features=in_features,

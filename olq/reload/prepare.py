@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from olq.config import QuantConfig
+from olq.config import KEEP, QuantConfig
 from olq.errors import ConfigError
 from olq.methods.state import find_state
 from olq.registry import get_method
@@ -68,14 +68,14 @@ def prepare(
     kept = dict(model.__dict__.get(KEPT, {}))
     for name, layer in linears.items():
         decision = resolver.decide(name)
-        method = get_method(decision.method or "keep", **decision.params)
+        method = get_method(decision.method, **decision.params)
         if method.quantizes:
             chosen[name] = layer, method, decision.reason
         else:
             kept[name] = decision.reason
     for name, reason in others.items():
         decision = resolver.decide(name)
-        kept[name] = decision.reason if decision.method in (None, "keep") else reason
+        kept[name] = decision.reason if decision.method == KEEP else reason
     resolver.finish()
     model.__dict__[KEPT] = kept
     model.__dict__[TIES] = {**model.__dict__.get(TIES, {}), **_ties(model, chosen)}

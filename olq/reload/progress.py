@@ -125,12 +125,14 @@ class PlainParameter(Progress):
             for box in written:
                 self.check_new(box, name)
             self.arrivals += 1
-            fresh = Coverage(self.coverage.shape)
-            for part in (
-                part for box in written for new in self.coverage.add(box, name) for part in boxes(new)
-            ):
-                fresh.add(part)  # neighbours become one
-            new = fresh.boxes()
+            new = [part for box in written for some in self.coverage.add(box, name) for part in boxes(some)]
+            if not self.followers:
+                return new
+            if len(new) > 1:  # neighbours become one
+                merged = Coverage(self.coverage.shape)
+                for part in new:
+                    merged.add(part)
+                new = merged.boxes()
             units: Stored = [] if stored is None else stored
             try:
                 self._tell_followers(
