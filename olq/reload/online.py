@@ -128,7 +128,8 @@ class WrappedLoader:
         else:
             for progress in load.progress():
                 counter.ledger.add(progress)
-        with counter.scope(_call_name(state.label, self.name, args, kwargs), load.plains.values()):
+        name = "" if counter.depth else _call_name(state.label, self.name, args, kwargs)  # the outermost's counts
+        with counter.scope(name, load.plains.values()):
             return self._run(parameter, *args, **kwargs)
 
     def _load(self, state: LayerState) -> LayerLoad:
