@@ -128,7 +128,8 @@ class WrappedLoader:
         else:
             for progress in load.progress():
                 counter.ledger.add(progress)
-        name = "" if counter.depth else _call_name(state.label, self.name, args, kwargs)  # the outermost's counts
+        # Inside another loader that one's name counts.
+        name = "" if counter.depth else _call_name(state.label, self.name, args, kwargs)
         with counter.scope(name, load.plains.values()):
             return self._run(parameter, *args, **kwargs)
 
