@@ -59,7 +59,7 @@ def test_a_rule_inherits_no_parameters_from_the_configuration():
 
 def test_with_keep_as_the_method_rules_list_the_only_layers_that_are_quantized():
     made = methods(QuantConfig(method="keep", rules=(nvfp4("*.down_proj"),)))
-    assert {name: method for name, method in made.items() if method} == {
+    assert {name: method for name, method in made.items() if method != "keep"} == {
         f"model.layers.{i}.mlp.down_proj": "nvfp4" for i in (0, 1, 10)
     }
 
@@ -68,7 +68,7 @@ def test_a_rule_may_keep_so_that_the_order_decides():
     config = QuantConfig(rules=(nvfp4("layers.0.mlp"), Rule(match="layers.0", method="keep")))
     made = methods(config)
     assert made["model.layers.0.mlp.down_proj"] == "nvfp4"
-    assert made["model.layers.0.self_attn.o_proj"] is None
+    assert made["model.layers.0.self_attn.o_proj"] == "keep"
 
 
 REASONS = {
@@ -88,7 +88,7 @@ REASONS = {
 def test_the_reason_names_the_entry_and_what_it_matches(pattern: str):
     layer, reason = REASONS[pattern]
     made = {decision.layer: decision for decision in resolve(QuantConfig(keep=(pattern,))).decisions}
-    assert (made[layer].method, made[layer].reason) == (None, reason)
+    assert (made[layer].method, made[layer].reason) == ("keep", reason)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_rule_and_keep_for_the_same_layer_contradict_each_other():
 def test_a_rule_that_keeps_and_keep_do_not_contradict_each_other():
     rules = (Rule(match="o_proj", method="keep"), nvfp4("*_proj"))
     config = QuantConfig(rules=rules, keep=("re:.*o_proj",))
-    assert methods(config)["model.layers.0.self_attn.o_proj"] is None
+    assert methods(config)["model.layers.0.self_attn.o_proj"] == "keep"
     assert resolve(config).decisions[2].reason == "keep[0] 're:.*o_proj' matches the name"
 
 
@@ -254,7 +254,7 @@ def test_asking_again_with_other_parts_is_an_error():
 
 def test_a_layer_at_the_top_has_parts_at_the_top():
     made = Resolver(QuantConfig(keep=("q", "k"))).decide("qk", ("q", "k"))
-    assert (made.method, made.reason) == (None, "keep[0] 'q' matches q; keep[1] 'k' matches k")
+    assert (made.method, made.reason) == ("keep", "keep[0] 'q' matches q; keep[1] 'k' matches k")
 
 
 def test_the_root_itself_can_be_the_layer():
