@@ -68,7 +68,7 @@ class Call:
         for step in self.steps:
             step.run(view, values)
         rest = torch.isnan(view) if rest is None else rest
-        view[rest] = values.of((int(rest.sum()),))
+        view[rest] = values.of((int(rest.sum()),), view.dtype)
         return rest
 
 
@@ -133,13 +133,13 @@ def foreach(p: Tensor, values: Values, step: Step) -> None:
 
 def rows(p: Tensor, values: Values, step: Step) -> None:
     some = sorted({step.choice % len(p), step.choice // 7 % len(p)})
-    p[torch.tensor(some)] = values.of((len(some), *p.shape[1:]))
+    p[torch.tensor(some)] = values.of((len(some), *p.shape[1:]), p.dtype)
 
 
 def columns(p: Tensor, values: Values, step: Step) -> None:
     width = p.shape[-1]
     some = torch.tensor(sorted({step.choice % width, step.choice // 7 % width, step.choice // 31 % width}))
-    source = values.of((*p.shape[:-1], len(some)))
+    source = values.of((*p.shape[:-1], len(some)), p.dtype)
     if step.choice % 2:
         p[..., some] = source
     else:
@@ -148,7 +148,7 @@ def columns(p: Tensor, values: Values, step: Step) -> None:
 
 def mask(p: Tensor, values: Values, step: Step) -> None:
     some = values.of(p.shape) > 0
-    p[some] = 0.5 if step.choice % 2 else values.of((int(some.sum()),))
+    p[some] = 0.5 if step.choice % 2 else values.of((int(some.sum()),), p.dtype)
 
 
 def transformed(p: Tensor, values: Values, step: Step) -> None:

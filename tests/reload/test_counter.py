@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import olq
@@ -17,6 +19,9 @@ from olq.errors import CoverageError, LoaderError, SourceError
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.progress import PlainParameter, Progress
+from olq.reload.region import slices
+from reload.engine_layers import bytes_of
+from reload.programs import Values, programs
 
 
 def plain(
@@ -115,6 +120,35 @@ def test_a_parameter_with_memory_is_written_as_ever_and_covered_once(write):
     assert progress.coverage.count == 24
     assert progress.parameter.requires_grad
     assert progress.parameter.grad_fn is None
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_any_program_of_writes_covers_what_it_writes(data):
+    """The first call's steps alone, then what they leave, then the other calls; beside them the same on bare memory."""
+    shape = data.draw(st.sampled_from([(9, 7), (3, 6, 5)]))
+    progress = plain(shape)
+    bare = torch.full(shape, float("nan"))
+    counter = counter_of(progress)
+    for i, call in enumerate(data.draw(programs(shape))):
+        values, view = Values(call.seed), bare[call.band.start : call.band.stop]
+        for step in call.steps:
+            step.run(view, values)
+        with counter.scope(f"call {i}"), torch.no_grad():
+            values, view = Values(call.seed), progress.parameter[call.band.start : call.band.stop]
+            for step in call.steps:
+                step.run(view, values)
+        assert bytes_of(progress.parameter) == bytes_of(bare)
+        assert progress.coverage.count == int((~torch.isnan(bare)).sum())
+        missing = torch.zeros(shape, dtype=torch.bool)
+        for box in progress.coverage.missing(limit=10**6):
+            missing[slices(box)] = True
+        assert torch.equal(missing, torch.isnan(bare))
+        with counter.scope(f"rest of call {i}"), torch.no_grad():
+            rest = torch.isnan(bare[call.band.start : call.band.stop])
+            progress.parameter[call.band.start : call.band.stop][rest] = 1.0
+            bare[call.band.start : call.band.stop][rest] = 1.0
+    assert progress.coverage.complete
 
 
 @pytest.mark.parametrize("write", [by_rows, by_index, by_mask, by_foreach, by_out, as_bytes])

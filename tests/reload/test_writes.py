@@ -39,6 +39,7 @@ def test_any_writes_give_the_bytes_of_real_memory(method, data):
         parts=parts,
         columns=columns,
         lead=lead,
+        dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
     )
     compare(layer, data.draw(programs((*lead, sum(parts), columns))))
 
