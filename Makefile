@@ -71,7 +71,7 @@ check: lint types imports spelling docs
 lint: $(call with,dev)
 	$(PY) -m ruff check .
 
-types: $(call with,dev) $(call with,demo) $(call with,bench)
+types: $(call with,dev) $(call with,demo) $(call with,bench) $(call with,docs)
 	$(PY) -m pyright --pythonpath $(PY)
 
 imports: $(call with,dev)

@@ -135,7 +135,7 @@ def environment(threads: int) -> str:
 def options(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantize_cpu", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks.quantize_cpu", description=str(__doc__).split("\n")[0]
     )
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
     parser.add_argument("--case", action="append", choices=[c.name for c in CASES], help="default: all")
