@@ -67,7 +67,8 @@ def docstring_to_rest(
     A module's docstring aligns its words in columns, so all but its first line is shown as it stands.
     """
     if what == "module" and len(lines) > 1:
-        lines[:] = [lines[0], "", "::", "", *("    " + line for line in lines[1:]), ""]
+        rest = [line for line in lines[1:] if line.strip()]
+        lines[:] = [lines[0], "", *(["::", "", *("    " + line for line in lines[1:]), ""] if rest else [])]
         return
     text = "\n".join(lines)
     # Napoleon takes what stands before a colon for a type. Here the types are in the signature.

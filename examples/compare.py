@@ -13,6 +13,7 @@ from tqdm import tqdm
 from examples.demo.__main__ import METHODS
 from examples.demo.measure import Row, Work, measure, table
 from examples.engine import generate, load_tokenizer
+from examples.engine.told import told
 
 HELD_OUT = Path(__file__).parent / "tiny_lm" / "heldout_a.txt"
 
@@ -59,4 +60,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     # One thread: the figures don't depend on what else runs.
     torch.set_num_threads(1)
-    main()
+    with told():
+        main()

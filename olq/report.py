@@ -136,7 +136,11 @@ class Report:
             f"{_mib(self.source_bytes)} MiB of full precision left unquantized ({share:.0%}); at most "
             f"{_mib(self.staged_peak_bytes)} MiB waited; {self.seconds:.2f} s"
         )
-        lines += [f"alias: {name} is {target}" for name, target in self.aliases.items()]
+        apart = {weight.name for weight in self.weights}
+        lines += [
+            f"alias: {name} takes what arrives for {target}" + (", quantized apart from it" if name in apart else "")
+            for name, target in self.aliases.items()
+        ]
         lines += [f"surplus: {name} ({reason})" for name, reason in self.surplus.items()]
         lines += [f"untouched: {name}" for name in self.untouched]
         return "\n".join(lines)

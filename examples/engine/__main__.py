@@ -15,6 +15,7 @@ import olq
 
 from .generate import generate
 from .loader import load_model, load_tokenizer
+from .told import told
 
 
 def arguments() -> argparse.Namespace:
@@ -93,4 +94,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told():
+        main()

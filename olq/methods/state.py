@@ -118,7 +118,7 @@ def require_live(layer: nn.Module) -> None:
     raise StateError(
         "A layer was called before its weights were complete.",
         where=state.label or type(layer).__name__,
-        found="weights that are still being loaded, or whose load failed",
+        found="weights that are not loaded yet, are being loaded, or whose load failed",
         need="a committed load: every element arrived and finalize has run",
         remedy="finish the load (olq.load, or finalize_layerwise_processing), or load again after an error",
     )

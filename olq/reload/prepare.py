@@ -42,7 +42,7 @@ def prepare(
     Every plain `nn.Linear` is decided by the configuration. Weights on the meta device become load-format
     parameters that `olq.load`, `load_state_dict` or a session fill; weights with values are quantized now, layer by
     layer, and freed. What stays in high precision gets memory if it has none. Layers that are quantized already stay
-    as they are.
+    as they are; asking for another method for one of them is an error.
 
     Args:
         model: any module; changed in place.
@@ -76,6 +76,9 @@ def prepare(
     for name, reason in others.items():
         decision = resolver.decide(name)
         kept[name] = decision.reason if decision.method == KEEP else reason
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLinear):
+            _same_method(name, layer, resolver)
     resolver.finish()
     model.__dict__[KEPT] = kept
     model.__dict__[TIES] = {**model.__dict__.get(TIES, {}), **_ties(model, chosen)}
@@ -117,6 +120,20 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]
         else:
             linears[name] = module
     return linears, others
+
+
+def _same_method(name: str, layer: QuantLinear, resolver: Resolver) -> None:
+    """A layer that is quantized already keeps its method: asking for another is an error, not a wish ignored."""
+    decision = resolver.decide(name)
+    asked = get_method(decision.method, **decision.params)
+    if asked != layer.quant_method:
+        raise ConfigError(
+            "A layer was prepared before, with another method.",
+            where=name,
+            found=f"{layer.quant_method}; this configuration asks for {asked} ({decision.reason})",
+            need="the method that the layer has, since its full-precision weight is gone",
+            remedy="prepare a freshly constructed model, or use the same configuration",
+        )
 
 
 def _ties(model: nn.Module, chosen: "Mapping[str, Choice]") -> dict[str, str]:

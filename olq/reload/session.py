@@ -264,8 +264,12 @@ class Session:
             if not one.coverage.count and not given.intersection(self.names.names_of(one))
         ]
         if missing:
-            raise missing_error(
-                [f"{label} (not in {source.where})" for label in missing], self.names.progress, {}
+            raise CoverageError(
+                f"The source lacks {len(missing)} of the {len(self.names.required)} parameters of this model.",
+                where=source.where,
+                found=f"{len(given)} names, but not {_first(missing)}",
+                need="every parameter of the model under its own name; nothing has been written yet",
+                remedy="fetch the files that are missing, or check that checkpoint and model are of one kind",
             )
 
     def _is_saved(self, source: Source) -> bool:
@@ -318,16 +322,21 @@ def missing_error(
     missing: Iterable[str], progress: Iterable[Progress], surplus: Mapping[str, str]
 ) -> CoverageError:
     """What to raise when parameters are not complete."""
-    missing = list(missing)
+    missing, progress = list(missing), list(progress)
     arrived = sum(one.coverage.complete for one in progress)
     hint = f"; wrote nothing: {', '.join(list(surplus)[:5])}" if surplus else ""
     return CoverageError(
-        f"{len(missing)} parameters did not arrive completely.",
-        where=", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else ""),
-        found=f"{arrived} parameters complete{hint}",
+        f"Parameters did not arrive completely: {len(missing)} of {len(progress)}.",
+        where=_first(missing),
+        found=f"{arrived} of {len(progress)} parameters complete{hint}",
         need="every element of every parameter",
         remedy="feed what is missing; a loader that copies in threads of its own is not seen",
     )
+
+
+def _first(names: Sequence[str], most: int = 10) -> str:
+    """Some names of a list, and how many there are beside them."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def unknown_error(names: Sequence[str], routes: Mapping[str, Any], where: str) -> UnknownNameError:

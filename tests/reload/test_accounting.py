@@ -77,13 +77,13 @@ def test_what_is_missing_is_named_with_counts_and_regions_and_may_follow():
         feed_all(session, skip=(1, 3, 6, 11))
         with pytest.raises(CoverageError) as error:
             session.commit()
-        assert error.value.problem == "4 parameters did not arrive completely."
+        assert error.value.problem == "Parameters did not arrive completely: 4 of 12."
         assert error.value.where == (
             "a.qk_proj.weight (512 of 768 elements arrived; missing [16:24, 0:32]), "
             "b.qk_proj.weight (256 of 768 elements arrived; missing [0:16, 0:32]), "
             "a.o_proj.bias (nothing arrived), b.norm.bias (nothing arrived)"
         )
-        assert error.value.found == "6 parameters complete"
+        assert error.value.found == "6 of 12 parameters complete"
         assert error.value.need == "every element of every parameter"
         assert "feed what is missing" in error.value.remedy
         for i in (1, 3, 6, 11):
@@ -100,7 +100,7 @@ def test_many_missing_parameters_are_counted():
     model = nn.ModuleList([OneWeight(None) for _ in range(14)])
     with pytest.raises(CoverageError) as error, olq.session(model):
         pass
-    assert error.value.problem == "14 parameters did not arrive completely."
+    assert error.value.problem == "Parameters did not arrive completely: 14 of 14."
     assert error.value.where.endswith("9.weight (nothing arrived) and 4 more")
 
 

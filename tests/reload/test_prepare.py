@@ -47,10 +47,21 @@ def test_quantized_now_or_while_loading_is_the_same(method, dtype):
 def test_prepare_twice_changes_nothing():
     model = live()
     before = as_bytes(model)
-    assert olq.prepare(model, olq.QuantConfig(keep=["head"])) is model
+    assert olq.prepare(model) is model
     assert as_bytes(model) == before
     model = olq.prepare(fresh())
     olq.load(model, state(Small()))
+
+
+@pytest.mark.parametrize(
+    "second", [olq.QuantConfig(method="nvfp4"), olq.QuantConfig(keep=["a"]), olq.QuantConfig(method="keep")]
+)
+def test_another_method_for_a_prepared_layer_is_refused(second):
+    model = live()
+    before = as_bytes(model)
+    with pytest.raises(ConfigError, match=r"prepared before, with another method[\s\S]*where:  a\n[\s\S]*Fp8\("):
+        olq.prepare(model, second)
+    assert as_bytes(model) == before
 
 
 def test_a_weight_that_is_not_finite_leaves_its_layer_as_it_was():

@@ -352,10 +352,10 @@ BROKEN = {
     ),
     one_missing: (
         CoverageError,
-        "1 parameters did not arrive",
-        r"1\.bias \(not in",
-        "parameters complete",
-        "feed what",
+        "lacks 1 of the",
+        "checkpoint",
+        r"names, but not 1\.bias",
+        "fetch the files",
     ),
     one_unknown: (
         UnknownNameError,
