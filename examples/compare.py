@@ -1,6 +1,6 @@
 """Any Llama checkpoint of Hugging Face with every method: size, peak memory, perplexity, speed, an answer.
 
-python -m examples.compare --model DIR [--text FILE] [--tokens 512] [--prompt TEXT]
+python -m examples.compare --model DIR [--text FILE] [--tokens 2048] [--prompt TEXT]
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--text", type=Path, default=HELD_OUT, help="text whose perplexity is measured")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of it")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of it")
     parser.add_argument("--prompt", default="The capital of France is", help="text to continue")
     parser.add_argument("--new-tokens", type=int, default=8)
     args = parser.parse_args(arguments)

@@ -125,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.peak_bytes / base.peak_bytes:.0%}",
             f"{row.perplexity:.3f}",
             f"{row.perplexity / base.perplexity - 1:+.2%}" if row is not base else "",
-            f"{row.tokens_per_s:.0f}",
+            f"{row.tokens_per_s:.1f}",
         )
         for row in rows
     ]
