@@ -63,8 +63,8 @@ def quantize_(
             if bad is not None:
                 box.split(x).masked_fill_(box.spread(bad), 0.0)
             box.split(x).mul_(box.spread(factor))
-            # x * r is at most 448 * (1 + 2**-22), by three roundings of 2**-24, which still rounds to 448: the formula's
-            # clamp would change no code, and is a pass over memory.
+            # x * r is at most 448 * (1 + 2**-22), by three roundings of 2**-24, which still rounds to 448:
+            # the formula's clamp would change no code, and is a pass over memory.
             round_to_e4m3_(x, codes[box.index], may_exceed=False)
 
 
