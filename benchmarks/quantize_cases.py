@@ -17,7 +17,7 @@ OPS = torch.ops.olq
 SHAPES = {"4096x4096": (4096, 4096), "14336x4096": (14336, 4096)}
 """Out and in features of a square projection and of an MLP's gate in an 8B Llama."""
 
-SCRATCH_BOUND = 8 << 20
+SCRATCH_BOUND = 8_000_000
 """Bytes that an operator may take besides its results, whatever the size of the weight."""
 
 

@@ -4,8 +4,9 @@
 
 For each case and shape: first the operator's bytes against the format's formula in plain torch, whole tensor at
 once; a case whose bytes differ is not timed. Then rounds, in each of which olq, the peer and a plain bfloat16 copy
-run once, one after the other, so that a busy machine is busy for all of them. A ratio is the median over rounds of
-(peer's time / olq's time), with the middle half of the rounds in brackets.
+run once, one after the other, so that a busy machine is busy for all of them. Before each the weight is copied once
+untimed, and who begins a round changes: nobody always starts with what one other left in the caches. A ratio is the
+median over rounds of (peer's time / olq's time), with the middle half of the rounds in brackets.
 
 Exit status: 1 if bytes differ; 2 with --require-peers if torchao is missing; 3 with --check if a ratio or the
 scratch misses its target; else 0.
@@ -92,8 +93,12 @@ def measure(case: Case, w: Tensor, peer: Callable[[Tensor], object] | None, roun
     for call in contestants.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    order = list(contestants)
     for _ in range(rounds):
-        for name, call in contestants.items():
+        order.append(order.pop(0))
+        for name in order:
+            call = contestants[name]
+            target.copy_(w)
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)

@@ -138,7 +138,8 @@ class Report:
         )
         apart = {weight.name for weight in self.weights}
         lines += [
-            f"alias: {name} takes what arrives for {target}" + (", quantized apart from it" if name in apart else "")
+            f"alias: {name} takes what arrives for {target}"
+            + (", quantized apart from it" if name in apart else "")
             for name, target in self.aliases.items()
         ]
         lines += [f"surplus: {name} ({reason})" for name, reason in self.surplus.items()]

@@ -33,7 +33,7 @@ def quantize_words_(source: Tensor, codes: Tensor, words: Tensor, group: int) ->
     A group with an infinity or a NaN gets exponent 255, which is NaN, and codes 0. Scratch: under 8 MB.
     """
     budget = max(_WORD_BUDGET, _LANES * group, _LEAST)
-    for (box,) in boxes(source.shape, (1, _LANES * group), budget):
+    for box in boxes(source.shape, (1, _LANES * group), budget):
         scale = _scales_of(box, source, words.device, group)
         fp8.quantize_(source[box.index], codes[box.index], scale, (1, group), power_of_two=True)
         words[box.unit_index] = _pack(scale)
@@ -70,9 +70,9 @@ def silu_mul_quantize_(
     Scratch: under 8 MB.
     """
     packed = scale.dtype == torch.int32
-    budget = max(chunks.BYTES // _BYTES_AN_ELEMENT, _LANES * group, _LEAST)
+    budget = max(2 * chunks.BYTES // _BYTES_AN_ELEMENT, _LANES * group, _LEAST)
     work = torch.empty(BUFFERS, min(gate.numel(), budget), device=codes.device)
-    for (box,) in boxes(gate.shape, (1, _LANES * group), budget):
+    for box in boxes(gate.shape, (1, _LANES * group), budget):
         part = gate[box.index]
         buffers = [buffer[: part.numel()].view(part.shape) for buffer in work]
         y = silu_mul(part, up[box.index], buffers, limit=limit, alpha=alpha, beta=beta)

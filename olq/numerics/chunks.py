@@ -1,32 +1,35 @@
-"""Walk a [*lead, n, k] tensor in boxes of bounded size, so that scratch does not grow with the tensor.
+"""Walk a [*lead, n, k] tensor in rectangles of bounded size, so that scratch does not grow with the tensor.
 
-A box is a rectangle of the tensor with a run of each leading dimension. It holds whole scale units, unless
-one unit alone is larger than the budget: then a box is a part of one unit, and whoever walks has to walk
-twice.
+Box     whole scale units, at least one: their scales are chosen together, because on a CPU choosing costs a dozen
+        small operators however few scales there are.
+Piece   whole units, or a part of one unit; small enough for a core's second-level cache. Elements are read,
+        scaled and rounded piece by piece.
 
-Ragged ends never share a box with full units: each box has one unit size, (rows, columns), that divides it.
+A box of several pieces is read twice: for the scales, then for the codes. Ragged ends never share a box or a piece
+with full units: each has one unit size, (rows, columns), that divides it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-BYTES = 2 << 20
-"""What the large buffers of a call may take together, for each of the first `THREADS_COUNTED` threads of torch.
-Small enough for a core's second-level cache, large enough that an operator's work hides the cost of starting it;
-with all temporaries a call stays under 8 MB (a test measures it). Read at each call: tests make it small."""
+BYTES = 3 << 19
+"""What the large buffers for a piece may take together. With all temporaries a call stays under 8 MB (a test
+measures it). Read at each call: tests make it small."""
 
-THREADS_COUNTED = 2
+PIECES = 8
+"""Pieces a box, so that what a box costs beside its pieces is spread over many elements."""
 
 LEAST_ELEMENTS = 32
-"""A box holds at least one block of any format."""
+"""A piece holds at least one block of any format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Which part of the tensor, and how it is cut.
+    """Which part of a tensor, and how it is cut; a piece is one too.
 
     Args:
         lead: one slice for each leading dimension.
@@ -62,14 +65,16 @@ class Box:
         (i, j), (down, across) = self.grid, self.units
         return (*self.lead, slice(i, i + down), slice(j, j + across))
 
-    def spread(self, of_units: Tensor) -> Tensor:
-        """View one value a unit, [*l, down, across], so that it broadcasts with what `split` gives."""
-        return of_units.unsqueeze(-1).unsqueeze(-3)
+    @property
+    def split_shape(self) -> tuple[int, ...]:
+        """[*l, down, unit rows, across, unit columns]: the box's own shape, cut into units."""
+        (down, across), (height, width) = self.units, (_length(self.rows), _length(self.columns))
+        return (*(_length(s) for s in self.lead), down, height // down, across, width // across)
 
-    def split(self, x: Tensor) -> Tensor:
-        """View a contiguous box [*l, rows, columns] as [*l, down, unit rows, across, unit columns]."""
-        (down, across), lead = self.units, x.shape[:-2]
-        return x.view(*lead, down, x.shape[-2] // down, across, x.shape[-1] // across)
+
+def spread(of_units: Tensor) -> Tensor:
+    """View one value a unit, [*l, down, across], so that it broadcasts with elements of shape `split_shape`."""
+    return of_units.unsqueeze(-1).unsqueeze(-3)
 
 
 def unit_of(shape: torch.Size | tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
@@ -84,21 +89,29 @@ def grid_of(shape: torch.Size | tuple[int, ...], block: tuple[int, int]) -> tupl
     return down, across
 
 
-def boxes(shape: torch.Size | tuple[int, ...], unit: tuple[int, int], elements: int) -> Iterator[list[Box]]:
-    """Walk a [*lead, n, k] tensor; an empty one has no boxes.
+def boxes(shape: torch.Size | tuple[int, ...], unit: tuple[int, int], elements: int) -> Iterator[Box]:
+    """Walk a [*lead, n, k] tensor in whole units; an empty one has no boxes.
 
     Args:
         shape: of the tensor.
         unit: (rows, columns) of a full scale unit, both positive.
-        elements: that a box may have.
-
-    Yields:
-        Groups of boxes. A group is one box of whole units, or all parts of one unit that is over the budget.
+        elements: that a box may have; one unit is allowed whatever its size.
     """
+    return _walk(shape, unit, elements, cut=False)
+
+
+def pieces(shape: torch.Size | tuple[int, ...], unit: tuple[int, int], elements: int) -> Iterator[Box]:
+    """Walk a [*lead, n, k] tensor like `boxes`, but cut a unit that is larger than `elements`."""
+    return _walk(shape, unit, elements, cut=True)
+
+
+def _walk(
+    shape: torch.Size | tuple[int, ...], unit: tuple[int, int], elements: int, *, cut: bool
+) -> Iterator[Box]:
     lead, (n, k) = tuple(shape[:-2]), tuple(shape[-2:])
     for rows, unit_rows in _regions(n, unit[0]):
         for columns, unit_columns in _regions(k, unit[1]):
-            yield from _region(lead, rows, columns, (unit_rows, unit_columns), unit, elements)
+            yield from _region(lead, rows, columns, (unit_rows, unit_columns), unit, elements, cut)
 
 
 def _regions(total: int, unit: int) -> Iterator[tuple[slice, int]]:
@@ -117,7 +130,8 @@ def _region(
     unit: tuple[int, int],
     full: tuple[int, int],
     elements: int,
-) -> Iterator[list[Box]]:
+    cut: bool,
+) -> Iterator[Box]:
     width, height = _length(columns), _length(rows)
     unit_rows, unit_columns = unit
     # Tiny units have nearly as many scales as elements, and choosing a scale takes about ten temporaries.
@@ -126,24 +140,23 @@ def _region(
     def grid(row: slice, column: slice) -> tuple[int, int]:
         return row.start // full[0], column.start // full[1]
 
-    if unit_rows * unit_columns > budget:
+    if cut and unit_rows * unit_columns > budget:
+        across = min(unit_columns, budget)
         for one in _lead_runs(lead, 1):
             for row in _cut(rows, unit_rows):
                 for column in _cut(columns, unit_columns):
-                    across = min(unit_columns, budget)
-                    yield [
-                        Box(one, r, c, unit, grid(row, column), whole=False)
-                        for r in _cut(row, max(1, budget // across))
-                        for c in _cut(column, across)
-                    ]
+                    for r in _cut(row, max(1, budget // across)):
+                        for c in _cut(column, across):
+                            yield Box(one, r, c, unit, grid(row, column), whole=False)
         return
+    budget = max(budget, unit_rows * unit_columns)
     across = width if unit_rows * width <= budget else budget // (unit_rows * unit_columns) * unit_columns
     down = max(1, budget // (unit_rows * across)) * unit_rows
     matrices = budget // (height * width) if height * width <= budget else 1
     for some in _lead_runs(lead, matrices):
         for row in _cut(rows, down):
             for column in _cut(columns, across):
-                yield [Box(some, row, column, unit, grid(row, column), whole=True)]
+                yield Box(some, row, column, unit, grid(row, column), whole=True)
 
 
 def _lead_runs(lead: tuple[int, ...], capacity: int) -> Iterator[tuple[slice, ...]]:
@@ -176,7 +189,7 @@ def _length(span: slice) -> int:
 
 
 class Scratch:
-    """Buffers of one call, made on first use and reused for every box.
+    """Buffers of one call, made on first use and reused for every piece.
 
     Args:
         total: elements of the whole tensor; a small tensor gets small buffers.
@@ -184,28 +197,33 @@ class Scratch:
         bytes_an_element: of all buffers that will be taken together.
 
     Attributes:
-        elements: that a box may have.
+        elements: that a piece may have.
+        box_elements: that a box may have.
     """
 
     def __init__(self, total: int, device: torch.device, bytes_an_element: int) -> None:
-        budget = BYTES * min(torch.get_num_threads(), THREADS_COUNTED)
-        self.elements = max(LEAST_ELEMENTS, budget // bytes_an_element)
-        self._size, self._device = min(total, self.elements), device
+        # Elsewhere caches matter less than starting an operator, and the source may be across a bus: read it once.
+        large, count = (BYTES, PIECES) if device.type == "cpu" else (4 * BYTES, 1)
+        self.elements = max(LEAST_ELEMENTS, large // bytes_an_element)
+        self.box_elements = count * self.elements
+        self._size, self.device = min(total, self.elements), device
         self._buffers: dict[str, Tensor] = {}
+        self._taken: dict[str, Tensor] = {}
 
     def constant(self, value: float) -> Tensor:
         """A zero-dimensional float32 tensor, made once a call."""
         name = f"constant {value}"
         if name not in self._buffers:
-            self._buffers[name] = torch.full((), value, dtype=torch.float32, device=self._device)
+            self._buffers[name] = torch.full((), value, dtype=torch.float32, device=self.device)
         return self._buffers[name]
 
     def take(self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape, uninitialised, in the buffer `name`; the last taker's is
         overwritten."""
+        last = self._taken.get(name)
+        if last is not None and last.shape == shape:
+            return last
         if name not in self._buffers:
-            self._buffers[name] = torch.empty(self._size, dtype=dtype, device=self._device)
-        count = 1
-        for extent in shape:
-            count *= extent
-        return self._buffers[name][:count].view(shape)
+            self._buffers[name] = torch.empty(self._size, dtype=dtype, device=self.device)
+        self._taken[name] = taken = self._buffers[name][: math.prod(shape)].view(shape)
+        return taken

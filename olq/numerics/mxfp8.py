@@ -10,12 +10,12 @@ Spec      docs/formats/mxfp8.md
 import torch
 from torch import Tensor
 
-from olq.formats import MXFP8_BLOCK, exponent_rule
-from olq.numerics.chunks import Scratch, boxes
+from olq.formats import E8M0_NAN, MXFP8_BLOCK, exponent_rule
+from olq.numerics.chunks import Scratch, boxes, pieces, spread
 from olq.numerics.places import Places
 from olq.numerics.rounding import e4m3_values_, powers_of_two, round_to_e4m3_
-from olq.numerics.scales import e8m0_bytes, e8m0_scale, poisoned
-from olq.numerics.source import Source, largest_magnitude, source_bytes
+from olq.numerics.scales import e8m0_scale_, poisoned
+from olq.numerics.source import Source, source_bytes
 
 _UNIT = (1, MXFP8_BLOCK)
 
@@ -45,16 +45,18 @@ def quantize_(
     chosen = exponent_rule(rule)
     scratch = Scratch(source.numel(), codes.device, source_bytes(source, through))
     reader = Source(source, through, saturate, scratch)
-    for (box,) in boxes(source.shape, _UNIT, scratch.elements):
-        x = reader.read(box)
-        blocks = box.split(x)
-        amax = largest_magnitude(blocks)
-        bad, (byte, factor) = poisoned(amax), e8m0_scale(amax, chosen)
-        places.write(box.unit_index, e8m0_bytes(byte, bad))
+    for box in boxes(source.shape, _UNIT, scratch.box_elements):
+        parts, target = reader.pieces(box), codes[box.index]
+        amax = parts.magnitudes()
+        bad, (byte, factor) = poisoned(amax), e8m0_scale_(amax, chosen)
         if bad is not None:
-            blocks.masked_fill_(box.spread(bad), 0.0)
-        blocks.mul_(box.spread(factor))
-        round_to_e4m3_(x, codes[box.index], may_exceed=chosen.saturates)
+            byte.masked_fill_(bad, E8M0_NAN)
+        places.write(box.unit_index, byte)
+        for index, units, x, blocks in parts:
+            if bad is not None:
+                blocks.masked_fill_(spread(bad[units]), 0.0)
+            blocks.mul_(spread(factor[units]))
+            round_to_e4m3_(x, target[index], may_exceed=chosen.saturates)
 
 
 def dequantize_(codes: Tensor, places: Places, out: Tensor) -> None:
@@ -69,8 +71,8 @@ def dequantize_(codes: Tensor, places: Places, out: Tensor) -> None:
     Scratch: under 8 MB, whatever the size.
     """
     scratch = Scratch(codes.numel(), codes.device, 8)
-    for (box,) in boxes(codes.shape, _UNIT, scratch.elements):
-        part = codes[box.index]
+    for piece in pieces(codes.shape, _UNIT, scratch.elements):
+        part = codes[piece.index]
         x = e4m3_values_(part, scratch.take("x", part.shape, torch.float32), scratch)
-        box.split(x).mul_(box.spread(powers_of_two(places.read(box.unit_index))))
-        out[box.index] = x
+        x.view(piece.split_shape).mul_(spread(powers_of_two(places.read(piece.unit_index))))
+        out[piece.index] = x

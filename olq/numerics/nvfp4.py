@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from olq.formats import E4M3, NVFP4_BLOCK
-from olq.numerics.chunks import Box, Scratch, boxes
+from olq.numerics.chunks import Scratch, boxes, pieces, spread
 from olq.numerics.places import Places
 from olq.numerics.rounding import E2M1_STEP, e2m1_values_, e4m3_values, round_to_e2m1_
 from olq.numerics.scales import nvfp4_block_scale, nvfp4_tensor_scale, poisoned
-from olq.numerics.source import Source, block_magnitude, largest_magnitude, source_bytes
+from olq.numerics.source import Source, source_bytes
 
 _UNIT = (1, NVFP4_BLOCK)
 _BYTES_TO_ENCODE = 12  # magnitudes, a third float32, codes, signs, pairs
@@ -44,13 +44,12 @@ def tensor_scale_(
     reader = Source(source, through, saturate, scratch)
     # The running maximum is kept in the result: there may be as many matrices as elements.
     scale_2.zero_()
-    for group in boxes(source.shape, (1, max(source.shape[-1], 1)), scratch.elements):
-        for box in group:
-            amax = largest_magnitude(box.split(reader.read(box))).amax((-2, -1))
-            running = scale_2[box.lead]
-            running.copy_(torch.maximum(running, amax))
-    for (box,) in boxes((*scale_2.shape, 1, 1), (1, 1), scratch.elements):
-        amax = scale_2[box.lead]
+    for box in boxes(source.shape, (1, max(source.shape[-1], 1)), scratch.elements):
+        amax = reader.pieces(box).magnitudes().amax((-2, -1))
+        running = scale_2[box.lead]
+        running.copy_(torch.maximum(running, amax))
+    for piece in pieces((*scale_2.shape, 1, 1), (1, 1), scratch.elements):
+        amax = scale_2[piece.lead]
         amax.copy_(nvfp4_tensor_scale(amax))
 
 
@@ -77,14 +76,14 @@ def quantize_(
 
     Scratch: under 8 MB, whatever the size.
     """
-    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through) + _BYTES_TO_ENCODE)
+    # Half of it: with twenty operators a piece, larger pieces gain more than the caches lose.
+    an_element = (source_bytes(source, through) + _BYTES_TO_ENCODE) // 2
+    scratch = Scratch(source.numel(), codes.device, an_element)
     reader = Source(source, through, saturate, scratch)
     unusable = _unusable_scale(scale_2)
-    for (box,) in boxes(source.shape, _UNIT, scratch.elements):
-        x = reader.read(box)
-        magnitude = scratch.take("magnitude", x.shape, torch.float32)
-        blocks = box.split(magnitude)
-        amax = block_magnitude(box.split(x), blocks)
+    for box in boxes(source.shape, _UNIT, scratch.box_elements):
+        parts, target = reader.pieces(box), codes[_packed(box.index)]
+        amax = parts.magnitudes().abs_()  # of zeros it may be -0.0, whose scale byte would have a sign
         s2 = scale_2[box.lead][..., None, None]
         byte, factor = nvfp4_block_scale(amax, s2)
         bad = poisoned(amax)
@@ -92,11 +91,15 @@ def quantize_(
             bad = ~(torch.isfinite(amax) & (s2 > 0) & (s2 < math.inf))
         if bad is not None:
             byte = byte.masked_fill(bad, _NAN_BYTE)
-            for t in (box.split(x), blocks):
-                t.masked_fill_(box.spread(bad), 0.0)
         places.write(box.unit_index, byte)
-        blocks.mul_(box.spread(factor))  # |x| * r is |x * r|, bit for bit
-        pack(round_to_e2m1_(magnitude, x, scratch), codes[_packed(box)], scratch)
+        for index, units, x, elements in parts:
+            magnitude = torch.abs(x, out=scratch.take("|x|", x.shape, torch.float32))
+            blocks = magnitude.view(elements.shape)
+            if bad is not None:
+                for t in (elements, blocks):
+                    t.masked_fill_(spread(bad[units]), 0.0)
+            blocks.mul_(spread(factor[units]))  # |x| * r is |x * r|, bit for bit
+            pack(round_to_e2m1_(magnitude, x, scratch), target[_packed(index)], scratch)
 
 
 def _unusable_scale(scale_2: Tensor) -> bool:
@@ -116,9 +119,10 @@ def pack(codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
     packed.copy_(high.bitwise_or_(pairs))
 
 
-def _packed(box: Box) -> tuple[slice, ...]:
-    """Index of the box in packed codes; a box starts on a block, so on a byte."""
-    return (*box.lead, box.rows, slice(box.columns.start // 2, -(-box.columns.stop // 2)))
+def _packed(index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Index in packed codes of elements that start on a block, so on a byte."""
+    *rest, columns = index
+    return (*rest, slice(columns.start // 2, -(-columns.stop // 2)))
 
 
 def dequantize_(codes: Tensor, places: Places, scale_2: Tensor, out: Tensor) -> None:
@@ -133,13 +137,13 @@ def dequantize_(codes: Tensor, places: Places, scale_2: Tensor, out: Tensor) -> 
     Scratch: under 8 MB, whatever the size.
     """
     scratch = Scratch(2 * codes.numel(), codes.device, _BYTES_TO_DECODE)
-    for (box,) in boxes((*codes.shape[:-1], 2 * codes.shape[-1]), _UNIT, scratch.elements):
-        part = codes[_packed(box)]
+    for piece in pieces((*codes.shape[:-1], 2 * codes.shape[-1]), _UNIT, scratch.elements):
+        part = codes[_packed(piece.index)]
         packed = scratch.take("packed", part.shape, torch.uint8).copy_(part)
         x = scratch.take("x", (*part.shape[:-1], 2 * part.shape[-1]), torch.float32)
         e2m1_values_(packed, x, scratch)
-        block = e4m3_values(places.read(box.unit_index)).mul_(E2M1_STEP)
-        s2 = scale_2[box.lead][..., None, None, None, None]
-        box.split(x).mul_(box.spread(block)).mul_(s2)
-        target = out[box.index]  # one column short of x where the last nibble is padding
+        block = e4m3_values(places.read(piece.unit_index)).mul_(E2M1_STEP)
+        s2 = scale_2[piece.lead][..., None, None, None, None]
+        x.view(piece.split_shape).mul_(spread(block)).mul_(s2)
+        target = out[piece.index]  # one column short of x where the last nibble is padding
         target.copy_(x[..., : target.shape[-1]])

@@ -32,12 +32,12 @@ class Places:
     column: int
 
     def write(self, index: tuple[slice, ...], bytes_: Tensor) -> None:
-        """Put [*l, down, across] bytes at the units `index` = (*lead, block rows, block columns)."""
+        """Put [*l, down, across] bytes, as any integer type, at the units `index` = (*lead, block rows, columns)."""
         if self.layout == "linear":
             self.scale[self._linear(index)] = bytes_
         else:
             flat, positions = self._swizzled(index)
-            flat[..., positions] = bytes_
+            flat[..., positions] = bytes_.to(torch.uint8)
 
     def read(self, index: tuple[slice, ...]) -> Tensor:
         """The [*l, down, across] bytes of the units `index`."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from olq.formats import (
     E4M3,
     E8M0_MAX,
-    E8M0_NAN,
     FP8_MIN_SCALE,
     FP8_ZERO_SCALE,
     NVFP4_MIN_TENSOR_SCALE,
@@ -55,32 +54,28 @@ def fp8_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def fp8_power_of_two_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Least power of two without saturation, not below 2**-126, 1.0 for zeros; its exact reciprocal."""
-    field = _exponent_field(amax, RCEIL).clamp_(min=1)
+    field = _exponent_field_(amax.clone(), RCEIL).clamp_(min=1)
     field.masked_fill_(amax == 0, 127)
     return (field << _POINT).view(torch.float32), ((254 - field) << _POINT).view(torch.float32)
 
 
-def e8m0_scale(amax: Tensor, rule: ExponentRule) -> tuple[Tensor, Tensor]:
-    """The E8M0 byte under `rule`, 0 for zeros, and the factor 2 ** (127 - byte).
+def e8m0_scale_(amax: Tensor, rule: ExponentRule) -> tuple[Tensor, Tensor]:
+    """The E8M0 byte under `rule`, 0 for zeros, and the factor 2 ** (127 - byte). Overwrites `amax`.
 
     Finite blocks get bytes 0 .. 247, so that the factor is a normal float32.
 
     Returns:
         (bytes as int32, encode factor float32), like `amax`. For a poisoned unit both mean nothing.
     """
-    byte = _exponent_field(amax, rule).clamp_(0, E8M0_MAX - 1)
-    return byte, (254 - byte).bitwise_left_shift_(_POINT).view(torch.float32)
+    byte = _exponent_field_(amax, rule).clamp_(0, E8M0_MAX - 1)
+    # (254 - byte) << 23 in one operator
+    return byte, torch.rsub(byte, 254 << _POINT, alpha=1 << _POINT).view(torch.float32)
 
 
-def _exponent_field(amax: Tensor, rule: ExponentRule) -> Tensor:
+def _exponent_field_(amax: Tensor, rule: ExponentRule) -> Tensor:
     """Exponent field of the decode scale before it is cut to a range; the carry is the rule's bump."""
-    bits = amax.view(torch.int32) + rule.carry
+    bits = amax.view(torch.int32).add_(rule.carry)
     return bits.bitwise_right_shift_(_POINT).sub_(_EXPONENT_OF_448)
-
-
-def e8m0_bytes(byte: Tensor, bad: Tensor | None) -> Tensor:
-    """To uint8, with 255 for the poisoned units."""
-    return (byte if bad is None else byte.masked_fill(bad, E8M0_NAN)).to(torch.uint8)
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ def test_a_second_weight_with_another_method_is_refused():
     olq.get_method("fp8").create_weights(layer, 32, 16, dtype=torch.bfloat16, label="layer", name="up")
     olq.get_method("fp8").create_weights(layer, 32, 16, dtype=torch.bfloat16, label="layer", name="gate")
     with pytest.raises(olq.errors.LayoutError, match=r"one method for all[\s\S]*layer\.down[\s\S]*Mxfp8"):
-        olq.get_method("mxfp8").create_weights(layer, 32, 16, dtype=torch.bfloat16, label="layer", name="down")
+        olq.get_method("mxfp8").create_weights(
+            layer, 32, 16, dtype=torch.bfloat16, label="layer", name="down"
+        )
     assert set(dict(layer.named_parameters())) == {"up", "gate"}
 
 

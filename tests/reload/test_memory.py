@@ -14,7 +14,7 @@ from reload.plans import METHODS, method_id
 
 #: What olq may take beside kernel tensors, sources and waiting units: chunks of the quantizer, one piece of a stage.
 #: The quantizer keeps buffers for two threads at the most.
-WORKSPACE = (3 << 20) * min(torch.get_num_threads(), 2)
+WORKSPACE = 8_000_000
 LAYERS, ROWS, COLUMNS = 4, 1088, 1024
 LAYER_BYTES = ROWS * COLUMNS * 2
 

@@ -59,7 +59,9 @@ def test_prepare_twice_changes_nothing():
 def test_another_method_for_a_prepared_layer_is_refused(second):
     model = live()
     before = as_bytes(model)
-    with pytest.raises(ConfigError, match=r"prepared before, with another method[\s\S]*where:  a\n[\s\S]*Fp8\("):
+    with pytest.raises(
+        ConfigError, match=r"prepared before, with another method[\s\S]*where:  a\n[\s\S]*Fp8\("
+    ):
         olq.prepare(model, second)
     assert as_bytes(model) == before
 
