@@ -17,8 +17,9 @@ from olq.alloc import abandon, allocate
 from olq.errors import CoverageError, NonFiniteError, StateError
 from olq.methods.base import QuantMethod, Target, WeightPlan
 from olq.reload.checks import check_shape, check_source, check_values, first_non_finite, same_bytes
+from olq.reload.cutting import Piece, cut, normal
 from olq.reload.quality import ErrorMeter
-from olq.reload.region import Box, Coverage, boxes, describe, intersect, size, slices, whole
+from olq.reload.region import Box, Coverage, boxes, describe, intersect, slices, whole
 from olq.reload.stage import Meter, Stage
 
 #: Staged units that were stored, with their boxes.
@@ -252,7 +253,8 @@ class QuantizedWeight(Progress):
             self.arrivals += 1
             units: Stored = [] if stored is None else stored
             try:
-                self._cut_by_part(box, source, name, units)
+                for piece in cut(self.plan, box):
+                    self._take(piece, source, name, units)
                 self._tell_followers([(box, source)], name, units)
             except BaseException:
                 self._unstage(box)
@@ -276,8 +278,8 @@ class QuantizedWeight(Progress):
             start = self.plan.geometry.starts[part]
             rows = intersect(box[-2], range(start, start + self.plan.geometry.parts[part]))
             if rows and all(i in indices for i, indices in zip(at, box[:-2], strict=True)):
-                inside = _normal(range(rows.start - start, rows.stop - start, rows.step))
-                stage.forget(inside, _normal(box[-1]))
+                inside = normal(range(rows.start - start, rows.stop - start, rows.step))
+                stage.forget(inside, normal(box[-1]))
 
     def holds(self, source: Tensor) -> bool:
         """Whether the stored bytes are those that `source` would be stored as. Needs the kernel tensors once more."""
@@ -314,17 +316,6 @@ class QuantizedWeight(Progress):
             self.method.write_padding_(self.tensors, self.plan)
             self._padded = True
 
-    def _cut_by_part(self, box: Box, source: Tensor, name: str, stored: Stored) -> None:
-        for part, (start, count) in enumerate(
-            zip(self.plan.geometry.starts, self.plan.geometry.parts, strict=True)
-        ):
-            rows = intersect(box[-2], range(start, start + count))
-            if rows and size(box):
-                first = (rows.start - box[-2].start) // box[-2].step
-                inside = _normal(range(rows.start - start, rows.stop - start, rows.step))
-                some = source if len(rows) == len(box[-2]) else source[..., first : first + len(rows), :]
-                self._arrive_part(box[:-2], part, inside, some, box[-1], name, stored)
-
     def discard(self) -> None:
         """Drop what waits."""
         for stage in self._stages.values():
@@ -337,33 +328,15 @@ class QuantizedWeight(Progress):
         if self._made:
             abandon(*self.tensors.values())
 
-    def _arrive_part(
-        self, lead: Box, part: int, rows: range, source: Tensor, columns: range, name: str, stored: Stored
-    ) -> None:
-        def stage(rows: range, columns: range, source: Tensor) -> None:
-            self._stage(lead, part, rows, columns, source, name, stored)
-
-        columns = _normal(columns)
-        unit_rows, unit_columns = self.plan.unit_of(part)
-        height, width = self.plan.geometry.parts[part], self.plan.geometry.columns
-        inner_rows, inner_columns = _inner(rows, unit_rows, height), _inner(columns, unit_columns, width)
-        if not inner_rows or not inner_columns:
-            stage(rows, columns, source)
-            return
-        top, left = rows.index(inner_rows[0]), columns.index(inner_columns[0])
-        bottom, right = top + len(inner_rows), left + len(inner_columns)
-        target = Target(tuple(slice(r.start, r.stop, r.step) for r in lead), part, inner_rows, inner_columns)
-        whole_units = len(inner_rows) == len(rows) and len(inner_columns) == len(columns)
-        self._quantize(target, source if whole_units else source[..., top:bottom, left:right], name)
-        self.direct_elements += size((*lead, inner_rows, inner_columns))
-        if top:
-            stage(rows[:top], columns, source[..., :top, :])
-        if bottom < len(rows):
-            stage(rows[bottom:], columns, source[..., bottom:, :])
-        if left:
-            stage(inner_rows, columns[:left], source[..., top:bottom, :left])
-        if right < len(columns):
-            stage(inner_rows, columns[right:], source[..., top:bottom, right:])
+    def _take(self, piece: Piece, source: Tensor, name: str, stored: Stored) -> None:
+        """Quantize or stage one piece of an arrival."""
+        if piece.index is not None:
+            source = source[..., piece.index[0], piece.index[1]]
+        if piece.whole_units:
+            self._quantize(piece.target, source, name)
+            self.direct_elements += piece.elements
+        else:
+            self._stage(piece.lead, piece.part, piece.rows, piece.columns, source, name, stored)
 
     def _stage(
         self, lead: Box, part: int, rows: range, columns: range, source: Tensor, name: str, stored: Stored
@@ -442,24 +415,6 @@ def note_lost(stored: Stored, name: str) -> None:
     for weight, unit in stored:
         if weight.coverage.find(unit) is not None:
             weight.lose(name)
-
-
-def _normal(indices: range) -> range:
-    """The same indices with an exact stop, and step 1 where there is one index at most."""
-    if len(indices) <= 1:
-        return range(indices.start, indices.start + len(indices))
-    return range(indices.start, indices[-1] + 1, indices.step)
-
-
-def _inner(indices: range, unit: int, extent: int) -> range:
-    """Indices that make up whole units."""
-    if unit == 1:
-        return indices
-    if indices.step != 1:
-        return range(0)
-    first = -(-indices.start // unit) * unit
-    last = indices.stop if indices.stop == extent else indices.stop // unit * unit
-    return range(first, max(last, first))
 
 
 def _matrices(lead: Box, source: Tensor) -> "list[tuple[tuple[int, ...], Tensor]]":
