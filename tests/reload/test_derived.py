@@ -1,0 +1,614 @@
+"""What hangs on weights: refreshed in place, in order, once, after a first load and after a reload alike."""
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import olq
+from olq.errors import ConfigError, LayoutError
+from olq.reload import derived
+from olq.reload.attributes import find_all
+from reload.small_models import as_bytes, places
+
+HEADS, NOPE, VALUE, RANK = 2, 16, 32, 64
+
+
+class Norm(nn.Module):
+    """Multiplies by `weight + 1`, which a buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(RANK, dtype=torch.bfloat16))
+        self.register_buffer("w1", torch.zeros(RANK, dtype=torch.bfloat16), persistent=False)
+        derived.derive(self, "w1", Norm.plus_one)
+
+    def plus_one(self) -> Tensor:
+        return self.weight + 1
+
+
+class Router(nn.Linear):
+    """Stays in high precision; its kernel reads a float32 mirror, a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(RANK, 4, bias=False, dtype=torch.bfloat16)
+        self.mirror = torch.empty(4, RANK)
+        derived.derive(self, "mirror", Router.in_float32)
+
+    def in_float32(self) -> Tensor:
+        return self.weight.float()
+
+
+class Kernel:
+    """A helper object: one tensor of its own, one view."""
+
+    def __init__(self, scale: Tensor, codes: Tensor) -> None:
+        self.scale, self.codes, self.constants = scale.clone(), codes[:2], [scale.new_tensor([0.5]), "text"]
+
+
+class Attention(nn.Module):
+    """Absorbs `kv_b` into two stacks of matrices, and has a helper that captured a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_uk = self.w_uv = None
+        self.kv_b = nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False, dtype=torch.bfloat16)
+        self.register_buffer("inv_freq", torch.tensor([0.0188, 3.0]), persistent=False)
+        derived.after_load(self, Attention.build_kernel, reads=[(self, "w_uv")], last=True)
+        derived.derive(
+            self, "w_uv", functools.partial(Attention.absorbed, keys=False), reads=[self.kv_b], last=True
+        )
+        derived.derive(
+            self, "w_uk", functools.partial(Attention.absorbed, keys=True), reads=[self.kv_b], last=True
+        )
+
+    def absorbed(self, keys: bool) -> Tensor:
+        w = olq.dequantize(self.kv_b).view(HEADS, NOPE + VALUE, RANK)
+        return w[:, :NOPE] if keys else w[:, NOPE:].transpose(1, 2)
+
+    def build_kernel(self) -> None:
+        self.kernel = Kernel(scale_of(self.kv_b), self.kv_b.weight)
+        self.kernel_scale = float(self.kernel.scale.flatten()[0])
+
+
+class Model(nn.Module):
+    """All of it, and a product of the scales of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.norm, self.router = Norm(), Router()
+        self.gate, self.up = (nn.Linear(RANK, 32, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        derived.derive(self, "alpha", Model.product, reads=[self.gate, self.up])
+
+    def product(self) -> Tensor:
+        return scale_of(self.gate) * scale_of(self.up)
+
+
+def scale_of(layer: nn.Module) -> Tensor:
+    """One number that a kernel would take: the global scale if there is one, else the first."""
+    scales = layer.weight_scale_2 if hasattr(layer, "weight_scale_2") else layer.weight_scale
+    return scales.flatten()[0].float()
+
+
+def prepared(method: str) -> Model:
+    with olq.meta_parameters():
+        model = Model()
+    return olq.prepare(model, olq.QuantConfig(method=method, keep=["router"]))
+
+
+def checkpoint(seed: int, scale: float) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(p.shape, generator=g) * scale).bfloat16() for name, p in Model().named_parameters()
+    }
+
+
+A, B = checkpoint(1, 1.0), checkpoint(2, 37.0)
+
+
+def load(model: Model, weights: dict[str, Tensor]) -> derived.Refreshed:
+    olq.load(model, weights)
+    return derived.refresh(model)
+
+
+def helper_bytes(model: nn.Module) -> dict[str, bytes]:
+    """Every tensor of a model, those in helper objects included, as bytes."""
+    return {
+        name: bytes(place.tensor.detach().contiguous().flatten().view(torch.uint8).tolist())
+        for name, place in find_all(model).items()
+    }
+
+
+def helper_places(model: nn.Module) -> dict[str, tuple]:
+    return {
+        name: (p.tensor.data_ptr(), p.tensor.shape, p.tensor.stride(), p.tensor.dtype)
+        for name, p in find_all(model).items()
+    }
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """`torch.empty` gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.usefixtures("filled")
+def test_a_reload_gives_the_bytes_of_a_first_load_at_the_old_addresses(method: str):
+    cold, warm = prepared(method), prepared(method)
+    order = load(warm, A)
+    before = helper_places(warm)
+    assert {"attention.w_uk", "norm.w1", "router.mirror", "alpha", "attention.kernel.scale"} < before.keys()
+    aliases = {name: place.tensor.detach() for name, place in find_all(warm).items()}
+    assert load(warm, B) == order == load(cold, B)
+    assert helper_places(warm) == before
+    assert helper_bytes(warm) == helper_bytes(cold)
+    assert warm.attention.kernel_scale == cold.attention.kernel_scale
+    for name, place in find_all(warm).items():
+        assert torch.equal(aliases[name], place.tensor), name
+
+
+def test_each_kind_has_the_values_of_the_new_weights():
+    model = prepared("nvfp4")
+    for weights in (A, B):
+        load(model, weights)
+        w = olq.dequantize(model.attention.kv_b).view(HEADS, NOPE + VALUE, RANK)
+        assert torch.equal(model.attention.w_uk, w[:, :NOPE])
+        assert torch.equal(model.attention.w_uv, w[:, NOPE:].transpose(1, 2))
+        assert torch.equal(model.norm.w1, weights["norm.weight"] + 1)
+        assert torch.equal(model.router.mirror, weights["router.weight"].float())
+        assert torch.equal(model.alpha, model.gate.weight_scale_2[0] * model.up.weight_scale_2[0])
+        assert torch.equal(model.attention.kernel.scale, model.attention.kv_b.weight_scale_2[0])
+        assert torch.equal(model.attention.inv_freq, torch.tensor([0.0188, 3.0]))
+        assert "alpha" not in model.state_dict()
+
+
+def test_ten_loads_of_the_same_weights_change_nothing():
+    model = prepared("fp8")
+    load(model, A)
+    state = helper_bytes(model), helper_places(model)
+    for _ in range(10):
+        load(model, A)
+    assert (helper_bytes(model), helper_places(model)) == state
+
+
+def test_attention_runs_last_and_what_reads_after_what_is_read():
+    assert load(prepared("fp8"), A).refreshed == (
+        "alpha",
+        "norm.w1",
+        "router.mirror",
+        "attention.w_uv",
+        "attention.build_kernel()",
+        "attention.w_uk",
+    )
+
+
+def test_without_after_load_a_captured_copy_is_stale_and_a_captured_view_is_not():
+    model = olq.prepare(Model(), olq.QuantConfig(method="fp8"))
+    model.attention.quant_derived.clear()
+    helper = Kernel(scale_of(model.gate), model.gate.weight)
+    load(model, B)
+    assert helper.scale != scale_of(model.gate)
+    assert torch.equal(helper.codes, model.gate.weight[:2])
+
+
+def test_a_view_over_a_childs_weight_sees_what_is_loaded():
+    model = olq.prepare(Model(), olq.QuantConfig(method="fp8"))
+    model.views = [model.norm.weight.detach()[4:], model.gate.weight.detach()[1:3]]
+    load(model, B)
+    assert torch.equal(model.views[0], B["norm.weight"][4:])
+    assert torch.equal(model.views[1], model.gate.weight[1:3])
+    assert derived.undeclared(model) == {}
+
+
+def test_what_stands_on_the_meta_device_becomes_a_buffer_with_memory_of_its_own():
+    for register in ("register_buffer", "__setattr__"):
+        module = nn.Linear(4, 2)
+        getattr(module, register)("copy", torch.empty(2, 4, device="meta"))
+        derived.derive(module, "copy", lambda m: m.weight.t())
+        derived.refresh(module)
+        assert module.copy.shape == (4, 2)
+        assert "copy" in module._buffers
+        assert "copy" not in module.state_dict()
+        assert module.copy.untyped_storage().data_ptr() != module.weight.untyped_storage().data_ptr()
+        assert not module.copy.requires_grad
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn, torch.bfloat16]
+)
+def test_a_buffer_that_is_made_takes_any_dtype(dtype: torch.dtype):
+    module = nn.Linear(4, 2)
+    derived.derive(module, "copy", lambda m: (m.weight * 10).to(dtype).expand(3, 2, 4))
+    derived.refresh(module)
+    assert torch.equal(module.copy[2].float(), (module.weight * 10).to(dtype).float())
+
+
+def test_a_parameter_that_is_derived_stays_the_same_object():
+    module = nn.Linear(4, 4)
+    module.twin = nn.Parameter(torch.zeros(4, 4))
+    derived.derive(module, "twin", lambda m: m.weight * 2)
+    twin, place = module.twin, module.twin.data_ptr()
+    derived.refresh(module)
+    assert module.twin is twin
+    assert twin.data_ptr() == place
+    assert twin.requires_grad
+    assert torch.equal(twin, module.weight * 2)
+
+
+def test_it_works_under_inference_mode_and_makes_ordinary_tensors():
+    with torch.inference_mode():
+        module = nn.Linear(4, 4)
+        module.mirror = torch.empty(4, 4)
+        derived.derive(module, "mirror", lambda m: m.weight * 2)
+        derived.derive(module, "made", lambda m: m.weight + 1)
+        derived.refresh(module)
+    derived.refresh(module)
+    assert torch.equal(module.mirror, module.weight * 2)
+    assert not module.made.is_inference()
+
+
+def test_what_the_function_assigns_does_not_move_the_tensor():
+    module = nn.Linear(4, 4)
+
+    def absorb(m: nn.Linear) -> Tensor:
+        m.absorbed = m.weight * 3
+        return m.absorbed
+
+    derived.derive(module, "absorbed", absorb)
+    derived.refresh(module)
+    place = module.absorbed.data_ptr()
+    with torch.no_grad():
+        module.weight.add_(1)
+    derived.refresh(module)
+    assert module.absorbed.data_ptr() == place
+    assert torch.equal(module.absorbed, module.weight * 3)
+
+
+def test_a_tensor_in_the_memory_of_a_weight_is_never_written():
+    module = nn.Linear(4, 4)
+    module.mirror = module.weight.detach().float()  # no copy: it is float32 already
+    derived.derive(module, "mirror", lambda m: m.weight.float())
+    derived.refresh(module)  # the same memory: nothing to do
+    module.shifted = module.weight.detach()
+    derived.derive(module, "shifted", lambda m: m.weight + 1)
+    before = module.weight.detach().clone()
+    with pytest.raises(LayoutError, match="in the memory of a weight") as caught:
+        derived.refresh(module)
+    assert caught.value.where == "shifted of a Linear"
+    assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        (lambda m: m.weight[:2] + 1, "torch.float32, shape [2, 4], strides [4, 1], on cpu"),
+        (lambda m: (m.weight + 1).double(), "torch.float64, shape [4, 4], strides [4, 1], on cpu"),
+        (lambda m: m.weight.to("meta"), "torch.float32, shape [4, 4], strides [4, 1], on meta"),
+        (lambda m: 3.0, "a float"),
+    ],
+)
+def test_another_layout_in_a_later_load_is_refused(second, found: str):
+    module = nn.Sequential(nn.Linear(4, 4))
+    derived.derive(module[0], "copy", lambda m: m.weight + 1)
+    derived.refresh(module)
+    place = module[0].copy.data_ptr()
+    module[0].quant_derived[0].run = second
+    with pytest.raises(LayoutError) as caught:
+        derived.refresh(module)
+    assert caught.value.where == "0.copy of a Linear"
+    assert caught.value.found == found
+    assert module[0].copy.data_ptr() == place
+
+
+def test_strides_of_the_live_tensor_stay_whatever_the_function_returns():
+    module = nn.Linear(4, 2)
+    derived.derive(module, "t", lambda m: m.weight.t())
+    derived.refresh(module)
+    assert module.t.stride() == (1, 4)
+    module.quant_derived[0].run = lambda m: m.weight.t().contiguous() + 1
+    derived.refresh(module)
+    assert module.t.stride() == (1, 4)
+    assert torch.equal(module.t, module.weight.t() + 1)
+
+
+def test_a_hook_that_replaces_tensors_leaves_them_where_they_were():
+    """As engines' post-load functions do: new attributes, new helpers, new lists, partials, swapped entries."""
+    module = nn.Linear(4, 4)
+
+    def process(m: nn.Linear) -> None:
+        m.packed = m.weight.t().contiguous()
+        m.many = {"a": [m.weight + 1, m.weight + 2]}
+        m.call = functools.partial(torch.add, other=m.weight * 5)
+        m.pair = m.pair[::-1] if hasattr(m, "pair") else [torch.ones(2), torch.zeros(2)]
+        m.bias = nn.Parameter(m.bias + 1)
+
+    derived.after_load(module, process)
+    derived.refresh(module)
+    before, helper = helper_places(module), module.call
+    with torch.no_grad():
+        module.weight.mul_(2)
+    derived.refresh(module)
+    assert helper_places(module) == before
+    assert torch.equal(module.packed, module.weight.t())
+    assert torch.equal(module.many["a"][1], module.weight + 2)
+    assert torch.equal(module.call.keywords["other"], module.weight * 5)
+    assert module.call is not helper
+    assert [t.tolist() for t in module.pair] == [[0, 0], [1, 1]]
+
+
+def test_a_hook_may_not_change_a_layout_later():
+    module = nn.Linear(4, 4)
+    module.rows = 4
+
+    def pack(m: nn.Linear) -> None:
+        m.packed = m.weight[: m.rows].clone()
+
+    derived.after_load(module, pack)
+    derived.refresh(module)
+    place = module.packed.data_ptr()
+    module.rows = 2
+    with pytest.raises(LayoutError, match=r"shape \[2, 4\]") as caught:
+        derived.refresh(module)
+    assert caught.value.where == "packed, replaced by pack()"
+    assert caught.value.__notes__ == ["olq was refreshing the hook 'pack()' of a Linear"]
+    assert module.packed.data_ptr() == place
+
+
+def test_a_hook_that_fails_halfway_does_not_move_what_it_replaced():
+    module = nn.Linear(4, 4)
+    module.fails = False
+
+    def pack(m: nn.Linear) -> None:
+        m.packed = m.weight.clone()
+        if m.fails:
+            raise RuntimeError("out of workspace")
+
+    derived.after_load(module, pack)
+    derived.refresh(module)
+    place = module.packed.data_ptr()
+    module.fails = True
+    with pytest.raises(RuntimeError, match="out of workspace"):
+        derived.refresh(module)
+    assert module.packed.data_ptr() == place
+    module.fails = False
+    with torch.no_grad():
+        module.weight.add_(1)
+    derived.refresh(module)
+    assert module.packed.data_ptr() == place
+    assert torch.equal(module.packed, module.weight)
+
+
+def test_a_hook_may_not_replace_codes_by_another_layout_even_the_first_time():
+    model = olq.prepare(nn.Sequential(nn.Linear(32, 16)), olq.QuantConfig(method="fp8"))
+
+    def shuffle(m: nn.Module) -> None:
+        m.weight = nn.Parameter(m.weight.view(2, 8, 32).clone(), requires_grad=False)
+
+    derived.after_load(model[0], shuffle)
+    with pytest.raises(LayoutError, match=r"shape \[2, 8, 32\]"):
+        derived.refresh(model)
+
+
+def test_an_error_names_what_was_refreshed():
+    module = nn.Sequential(nn.Linear(4, 4))
+    derived.derive(module[0], "copy", lambda m: m.weight @ torch.ones(5))
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        derived.refresh(module)
+    assert caught.value.__notes__ == ["olq was refreshing the derived tensor '0.copy' of a Linear"]
+
+
+def test_a_tied_weight_counts_as_changed_in_both_modules():
+    model = nn.ModuleDict({"emb": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
+    model.head.weight = model.emb.weight
+    derived.derive(model.head, "mirror", lambda m: m.weight * 2)
+    derived.refresh(model)
+    with torch.no_grad():
+        model.emb.weight.add_(1)
+    assert derived.refresh(model, {model.emb}).refreshed == ("head.mirror",)
+    assert torch.equal(model.head.mirror, model.emb.weight * 2)
+
+
+def test_what_never_ran_runs_in_a_partial_refresh():
+    module = nn.Linear(4, 4)
+    derived.derive(module, "copy", lambda m: m.weight + 1)
+    assert derived.refresh(module, set()) == derived.Refreshed(("copy",), ())
+    assert derived.refresh(module, set()) == derived.Refreshed((), ("copy",))
+
+
+NOT_A_NAME = [
+    ("a.b", "without a dot"),
+    ("", "without a dot"),
+    ("forward", "class attribute"),
+    ("in_features", "a int of that name"),
+    ("weight", "a tensor of a quantized weight"),
+    ("weight_scale", "a tensor of a quantized weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NOT_A_NAME)
+def test_names_that_a_tensor_cannot_have_are_refused(name: str, text: str):
+    layer = olq.prepare(nn.Sequential(nn.Linear(32, 16)), olq.QuantConfig(method="fp8"))[0]
+    with pytest.raises(ConfigError, match=text):
+        derived.derive(layer, name, lambda m: m.weight)
+    assert derived.refresh(layer) == derived.Refreshed((), ())
+
+
+def test_a_declaration_is_made_once():
+    module = nn.Linear(4, 4)
+    derived.derive(module, "copy", lambda m: m.weight)
+    with pytest.raises(ConfigError, match="the tensor 'copy', which the module has already"):
+        derived.derive(module, "copy", lambda m: m.weight)
+    derived.after_load(module, print)
+    with pytest.raises(ConfigError, match=r"the hook print\(\), which the module has already"):
+        derived.after_load(module, print)
+
+
+def test_hooks_of_one_name_are_told_apart():
+    module = nn.Linear(4, 4)
+    for _ in range(2):
+        derived.after_load(module, lambda m: None)
+    assert derived.refresh(module).refreshed == ("<lambda>()", "<lambda>()#2")
+
+
+def test_a_circle_is_shown():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    a, b = model
+    derived.derive(a, "x", lambda m: m.weight, reads=[(b, "y")])
+    derived.derive(b, "y", lambda m: m.weight, reads=[(b, "z")])
+    derived.derive(b, "z", lambda m: m.weight, reads=[(b, "y")])
+    with pytest.raises(ConfigError, match="in a circle") as caught:
+        derived.refresh(model)
+    assert caught.value.found == "1.y reads 1.z reads 1.y"
+    assert not hasattr(a, "x")
+
+
+def test_reads_stay_inside_the_model():
+    model, stranger = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+    derived.derive(stranger, "y", lambda m: m.weight)
+    for read in (stranger, (stranger, "y")):
+        model[0].quant_derived = []
+        derived.derive(model[0], "x", lambda m: m.weight, reads=[read])
+        with pytest.raises(ConfigError, match=r"a Linear that model.modules\(\) does not list"):
+            derived.refresh(model)
+
+
+def test_reads_name_what_is_declared():
+    module = nn.Linear(4, 4)
+    derived.derive(module, "x", lambda m: m.weight, reads=[(module, "w1")])
+    with pytest.raises(ConfigError, match="w1 in reads") as caught:
+        derived.refresh(module)
+    assert caught.value.need == "one of x"
+
+
+def test_what_is_not_last_cannot_read_what_is():
+    module = nn.Linear(4, 4)
+    derived.derive(module, "x", lambda m: m.weight, last=True)
+    derived.derive(module, "y", lambda m: m.x, reads=[(module, "x")])
+    with pytest.raises(ConfigError, match="reads x, which has last=True"):
+        derived.refresh(module)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), "save"])
+def test_a_copy_of_a_model_refreshes_itself_and_not_the_original(way):
+    model = prepared("nvfp4")
+    order = load(model, A)
+    if way == "save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = way(model)
+    assert twin.quant_derived[0].reads == (twin.gate, twin.up)
+    before, cold = as_bytes(model), prepared("nvfp4")
+    at = places(twin)
+    assert load(twin, B) == order
+    load(cold, B)
+    assert as_bytes(twin) == as_bytes(cold)
+    assert places(twin) == at
+    assert as_bytes(model) == before
+
+
+# --- order, for any graph
+
+
+def draw_graph(data: st.DataObject) -> tuple[nn.Module, list[dict], list[str]]:
+    """A small model with a random graph of derived tensors and hooks; the log says which ran."""
+    size = data.draw(st.integers(1, 4), label="modules")
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(size))
+    count = data.draw(st.integers(1, 8), label="nodes")
+    rank = data.draw(st.permutations(range(count)), label="rank")
+    log: list[str] = []
+    nodes: list[dict] = []
+    for i in range(count):
+        at, hook, last = data.draw(st.tuples(st.integers(0, size - 1), st.booleans(), st.booleans()))
+        nodes.append({"i": i, "module": model[at], "at": at, "hook": hook, "last": last})
+    for i, node in enumerate(nodes):
+        allowed = [j for j in range(count) if rank[j] < rank[i] and (node["last"] or not nodes[j]["last"])]
+        node["needs"] = data.draw(st.lists(st.sampled_from(allowed), unique=True)) if allowed else []
+        node["modules"] = data.draw(st.lists(st.integers(0, size - 1), unique=True))
+        if not node["needs"] and not node["modules"]:
+            node["modules"] = [node["at"]]  # what an empty `reads` stands for
+            node["empty"] = True
+
+    def value(i: int, _: nn.Module | None = None) -> Tensor:
+        node = nodes[i]
+        read = [model[m].weight.flatten() for m in node["modules"]]
+        read += [getattr(nodes[j]["module"], f"d{j}") for j in node["needs"]]
+        log.append(f"{node['at']}.{i}")
+        return torch.stack([*read, torch.full((1,), i + 1.0, dtype=torch.float64)]).sum(0)
+
+    def hook(i: int, module: nn.Module) -> None:
+        setattr(module, f"d{i}", value(i))
+
+    for i, node in enumerate(nodes):
+        node["run"] = functools.partial(hook if node["hook"] else value, i)
+    for i, node in enumerate(nodes):
+        reads: list = [model[m] for m in node["modules"]]
+        reads += [
+            (nodes[j]["module"], nodes[j]["run"] if nodes[j]["hook"] else f"d{j}") for j in node["needs"]
+        ]
+        reads = [] if node.get("empty") else data.draw(st.permutations(reads))
+        if node["hook"]:
+            derived.after_load(node["module"], node["run"], reads=reads, last=node["last"])
+        else:
+            derived.derive(node["module"], f"d{i}", node["run"], reads=reads, last=node["last"])
+    return model, nodes, log
+
+
+def expected_order(nodes: list[dict]) -> list[str]:
+    """Again and again the first that may run: by last, module and declaration."""
+    order: list[dict] = []
+    while len(order) < len(nodes):
+        done = {node["i"] for node in order}
+        ready = [n for n in nodes if n["i"] not in done and done.issuperset(n["needs"])]
+        order.append(min(ready, key=lambda n: (n["last"], n["at"], n["i"])))
+    return [f"{node['at']}.{node['i']}" for node in order]
+
+
+def affected(nodes: list[dict], changed: set[int]) -> set[int]:
+    found = {n["i"] for n in nodes if changed.intersection(n["modules"])}
+    while more := {n["i"] for n in nodes if found.intersection(n["needs"])} - found:
+        found |= more
+    return found
+
+
+@given(st.data())
+def test_any_graph_runs_once_in_its_one_legal_order(data: st.DataObject):
+    model, nodes, log = draw_graph(data)
+    report = derived.refresh(model)
+    assert log == expected_order(nodes)
+    assert len(report.refreshed) == len(nodes)
+    assert report.skipped == ()
+
+
+@given(st.data())
+def test_a_partial_refresh_is_a_full_one_restricted_to_what_depends_on_the_change(data: st.DataObject):
+    model, nodes, log = draw_graph(data)
+    derived.refresh(model)
+    at = places(model)
+    changed = data.draw(st.sets(st.integers(0, len(model) - 1)), label="changed")
+    with torch.no_grad():
+        for m in changed:
+            model[m].weight.add_(1000)
+    log.clear()
+    report = derived.refresh(model, {model[m] for m in changed})
+    due = affected(nodes, changed)
+    assert log == [name for name in expected_order(nodes) if int(name.split(".")[1]) in due]
+    assert len(report.refreshed) == len(due)
+    assert len(report.skipped) == len(nodes) - len(due)
+    after = as_bytes(model)
+    derived.refresh(model)
+    assert as_bytes(model) == after
+    assert places(model) == at
