@@ -217,13 +217,17 @@ def put_back(before: Mapping[str, Place], after: Mapping[str, Place]) -> None:
 
 def written(before: Mapping[str, Place], after: Mapping[str, Place]) -> set[str]:
     """Paths that are new, replaced, or written in place as far as torch counts writes (it does not for `.data`)."""
-    return {
-        path
-        for path, new in after.items()
-        if (old := before.get(path)) is None
-        or not same_memory(old.alias, new.alias)
-        or old.version != new.version
-    }
+
+    def untouched(old: Place, new: Place) -> bool:
+        # A sparse tensor has no storage of its own to compare.
+        same = (
+            old.tensor is new.tensor
+            if new.alias.layout is not torch.strided
+            else same_memory(old.alias, new.alias)
+        )
+        return same and old.version == new.version
+
+    return {path for path, new in after.items() if path not in before or not untouched(before[path], new)}
 
 
 def undeclared(model: nn.Module, declared: Mapping[nn.Module, set[str]]) -> dict[str, str]:
