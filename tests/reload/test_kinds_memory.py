@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import olq
+from olq.alloc import audit
 from olq.testing.memory import measure_memory
 from reload.plans import METHODS, RegionLayer, kernel_bytes, method_id, row_boxes
-from reload.small_models import Small, as_bytes, fresh, live, places, state
+from reload.small_models import TOKENS, Small, as_bytes, fresh, live, places, state
 
 EACH_METHOD = pytest.mark.parametrize("method", METHODS, ids=method_id)
 
@@ -134,3 +135,24 @@ def test_the_high_water_mark_of_what_waited_is_reported_and_grows_with_disorder(
                     model[i].weight[band].copy_(torch.ones(rows // 2, columns, dtype=torch.bfloat16))
             report = session.commit()
         assert waited * whole / 2 <= report.staged_peak_bytes <= waited * whole
+
+
+def test_olq_keeps_no_tensor_of_its_own_between_loads():
+    """No table or permutation that is made once and then found under memory which an engine has let go of."""
+
+    def everything() -> None:
+        for method in METHODS:
+            model = live(config(method))
+            olq.reload(model, checkpoints()[0], measure_error=True)
+            model(TOKENS)
+            olq.dequantize(model.a)
+            olq.dummy_init(model)
+
+    def alive() -> dict[int, tuple[torch.Size, torch.dtype]]:
+        gc.collect()
+        return {id(o): (o.shape, o.dtype) for o in gc.get_objects() if issubclass(type(o), Tensor)}
+
+    with audit():  # its own, so that the test's audit holds none of them
+        before = alive()
+        everything()
+    assert {key: facts for key, facts in alive().items() if key not in before} == {}
