@@ -1,6 +1,7 @@
 # The only list of commands. `make demo` and `make test` are all that a fresh machine needs.
 #
 #   make demo      load a small language model with every method, reload it, print one table
+#   make rl        policy gradients with quantized rollouts, reloaded in place each step; prints, and plots
 #   make test      the test suite                       make test ARGS="tests/layout -k swizzle"
 #   make test-gpu  the tests that need a CUDA device
 #   make check     lint, types, import layers, spelling, docs with warnings as errors
@@ -19,7 +20,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check lint types imports spelling docs bench format clean
+.PHONY: help demo rl test test-gpu check lint types imports spelling docs bench format clean
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -38,7 +39,7 @@ endif
 WORKERS ?= 2
 
 help:
-	@sed -n '3,15p' Makefile | cut -c3-
+	@sed -n '3,16p' Makefile | cut -c3-
 
 # Torch first and alone, then the rest with torch pinned to what is there: a plain "torch" among other requirements
 # would fetch a CUDA build of several gigabytes. A stamp is written last, so a step that broke midway is done again.
@@ -59,6 +60,9 @@ $(VENV)/.with-%: $(TORCH_STAMP) pyproject.toml
 
 demo: $(call with,demo)
 	$(PY) -m examples.demo $(ARGS)
+
+rl: $(call with,demo)
+	$(PY) -m examples.rl $(ARGS)
 
 test: $(call with,dev) $(call with,demo)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

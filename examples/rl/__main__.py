@@ -31,9 +31,10 @@ def run(method: str, loop: Loop, steps: int) -> list[Step]:
     for number in range(1, steps + 1):
         step = loop.step()
         done.append(step)
+        header = step.sample.partition("\n")[0]
         print(
             f"{number:4}  {step.reward:6.3f}  {step.update.kl:20.5f}  {step.update.gap:5.3f}"
-            f"  {step.update.truncated:9.2%}  {step.reload_ms:9.1f}  {step.generation:10}  {step.sample!r}",
+            f"  {step.update.truncated:9.2%}  {step.reload_ms:9.1f}  {step.generation:10}  {header}",
             flush=True,
         )
     moved = loop.moved()

@@ -160,6 +160,25 @@ def test_an_update_makes_what_was_rewarded_more_likely():
     assert score() > before
 
 
+def test_the_penalty_pulls_the_policy_back_to_where_it_started():
+    loop = short("keep", Settings(beta=1.0, rate=2e-6))
+    rollout = loop.engine.sample(
+        loop.prompts_NL[:4], loop.ends_V, new_tokens=12, generator=torch.Generator().manual_seed(0)
+    )
+
+    def distance() -> float:
+        with torch.no_grad():
+            now, start = (logprobs(model, rollout) for model in (loop.trainer.model, loop.trainer.reference))
+            return token_mean(kl(now, start), rollout.mask_BT).item()
+
+    assert distance() == 0.0
+    with torch.no_grad():
+        loop.trainer.model.model.norm.weight.mul_(1.3)
+    before = distance()
+    loop.trainer.update(rollout, torch.zeros(4))
+    assert 0.0 < distance() < before
+
+
 def test_equal_seeds_give_equal_steps(rewards_differ):
     steps = [short("fp8", seed=seed).step() for seed in (3, 3, 4)]
     told = [(step.reward, step.update, step.sample) for step in steps]
