@@ -266,7 +266,7 @@ def undeclared(model: nn.Module, declared: Mapping[nn.Module, set[str]]) -> dict
 def write(target: Tensor, values: Tensor) -> None:
     """Copy in place; the target may be an inference tensor."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.detach().copy_(values)
+        target.copy_(values)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -211,9 +211,8 @@ def _run_hook(node: _Node, weights: Memory) -> None:
         with torch.inference_mode(False), torch.no_grad():
             declaration.run(module)
     except BaseException:
-        attributes.put_back(
-            held, find_all(module)
-        )  # or the next load would take new addresses for the old ones
+        # Or the next load would take the new addresses for the old ones.
+        attributes.put_back(held, find_all(module))
         raise
     after = find_all(module)
     declaration.wrote |= {path for path in attributes.written(before, after) if not after[path].registered}

@@ -86,6 +86,16 @@ def test_what_is_not_last_cannot_read_what_is():
         derived.refresh(module)
 
 
+def test_reading_a_module_is_reading_its_descendants():
+    inner, outer = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(inner), outer)
+    derived.derive(outer, "copy", lambda m: inner.weight * 1, reads=[model[0]])
+    derived.derive(model, "all", lambda m: inner.weight * 1)
+    derived.refresh(model)
+    assert derived.refresh(model, {inner}) == derived.Refreshed(("all", "1.copy"), ())
+    assert derived.refresh(model, {outer}) == derived.Refreshed(("all",), ("1.copy",))
+
+
 def draw_graph(data: st.DataObject) -> tuple[nn.Module, list[dict], list[str]]:
     """A small model with a random graph of derived tensors and hooks; the log says which ran."""
     size = data.draw(st.integers(1, 4), label="modules")
