@@ -18,16 +18,24 @@ from olq.reload.api import initialize_online_processing as initialize_online_pro
 from olq.reload.api import load as load
 from olq.reload.api import reload as reload
 from olq.reload.api import session as session
+from olq.reload.callbacks import on_commit as on_commit
 from olq.reload.counter import CopyCounter as CopyCounter
+from olq.reload.declarations import after_load as after_load
+from olq.reload.declarations import derive as derive
 from olq.reload.dummy import DummyReport as DummyReport
 from olq.reload.dummy import dummy_init as dummy_init
 from olq.reload.dummy import dummy_init_tensor as dummy_init_tensor
 from olq.reload.dummy_rules import Shard as Shard
+from olq.reload.fingerprint import Fingerprint as Fingerprint
+from olq.reload.fingerprint import fingerprint as fingerprint
 from olq.reload.names import materialize as materialize
 from olq.reload.prepare import meta_parameters as meta_parameters
 from olq.reload.prepare import prepare as prepare
+from olq.reload.replay import forget_plans as forget_plans
+from olq.reload.session import LoadOptions as LoadOptions
 from olq.reload.session import Session as Session
 from olq.report import Report as Report
+from olq.report import Status as Status
 from olq.rules import Decision as Decision
 from olq.rules import Resolver as Resolver
 

@@ -22,6 +22,7 @@ class WeightReport:
         generation: number of commits so far.
         sqnr_db: signal to quantization noise in decibels, if measured.
         worst_db: the same of the worst block, and `worst_block`, the position of its first element.
+        changed_code_bytes: bytes of codes that this load changed, and `changed_scales`, scales, if measured.
     """
 
     name: str
@@ -36,6 +37,8 @@ class WeightReport:
     sqnr_db: float | None = None
     worst_db: float | None = None
     worst_block: tuple[int, ...] | None = None
+    changed_code_bytes: int | None = None
+    changed_scales: int | None = None
 
     @property
     def bits_per_element(self) -> float:
@@ -67,6 +70,10 @@ class Report:
         staged_peak_bytes: the most full-precision bytes that waited at one time.
         seconds: time from begin to commit.
         generation: number of commits of the model so far.
+        stale: parameters that a partial load left as they were, because its scope does not cover them.
+        derived: derived tensors and hooks that were refreshed, in the order in which they ran.
+        undeclared: tensors that hang on modules and that no load writes, each with what to do about it.
+        replayed: tensors whose loaders did not have to run, because an earlier load had recorded what they do.
     """
 
     weights: Sequence[WeightReport] = ()
@@ -77,6 +84,10 @@ class Report:
     staged_peak_bytes: int = 0
     seconds: float = 0.0
     generation: int = 1
+    stale: Sequence[str] = ()
+    derived: Sequence[str] = ()
+    undeclared: Mapping[str, str] = field(default_factory=dict)
+    replayed: int = 0
 
     @property
     def kernel_bytes(self) -> int:
@@ -128,6 +139,13 @@ class Report:
                 row += _error_cells(weight)
             for row in rows[len(self.weights) :]:
                 row += ["", ""]
+        changed = any(weight.changed_code_bytes is not None for weight in self.weights)
+        if changed:
+            head += ["code bytes changed", "scales changed"]
+            for row, weight in zip(rows, self.weights, strict=False):
+                row += [_count(weight.changed_code_bytes), _count(weight.changed_scales)]
+            for row in rows[len(self.weights) :]:
+                row += ["", ""]
         lines = _columns([head, *rows])
         share = self.kept_bytes / max(self.source_bytes, 1)
         lines.append(
@@ -144,10 +162,73 @@ class Report:
         ]
         lines += [f"surplus: {name} ({reason})" for name, reason in self.surplus.items()]
         lines += [f"untouched: {name}" for name in self.untouched]
+        lines += [f"stale: {name} (outside the scope of this load)" for name in self.stale]
+        lines += [f"derived: {name}" for name in self.derived]
+        lines += [f"undeclared: {name} ({reason})" for name, reason in self.undeclared.items()]
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatus:
+    """One parameter during a load.
+
+    Args:
+        name: full name.
+        state: "arrived", "partly" (some elements), "missing" (required, nothing yet), "optional" (nothing, and it may
+            stay so) or "stale" (outside the scope: it keeps its bytes).
+        arrived: elements.
+        total: elements.
+    """
+
+    name: str
+    state: str
+    arrived: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a load stands: what arrived, what is missing, what is stale.
+
+    Args:
+        tensors: every parameter.
+    """
+
+    tensors: Sequence[TensorStatus]
+
+    @property
+    def arrived(self) -> tuple[str, ...]:
+        """Parameters that are complete."""
+        return self._names("arrived")
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Required parameters that are not complete."""
+        return self._names("missing", "partly")
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Parameters that keep the bytes of an earlier load."""
+        return self._names("stale")
+
+    def table(self) -> str:
+        """One line a parameter, then the counts."""
+        rows = [[one.name, one.state, f"{one.arrived} of {one.total}"] for one in self.tensors]
+        counts = f"{len(self.arrived)} arrived, {len(self.missing)} missing, {len(self.stale)} stale"
+        return "\n".join([*_columns([["parameter", "state", "elements"], *rows]), counts])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _names(self, *states: str) -> tuple[str, ...]:
+        return tuple(one.name for one in self.tensors if one.state in states)
+
+
+def _count(count: int | None) -> str:
+    return "" if count is None else str(count)
 
 
 def _error_cells(weight: WeightReport) -> list[str]:

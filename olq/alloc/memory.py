@@ -22,20 +22,21 @@ from olq.layout import Order, contiguous_strides
 on_allocate: Callable[[Tensor, TensorSpec, str], None] | None = None
 
 
-def allocate(spec: TensorSpec, *, device: torch.device | str, owner: str) -> Tensor:
+def allocate(spec: TensorSpec, *, device: torch.device | str, owner: str, pinned: bool = False) -> Tensor:
     """Make one kernel-owned tensor; only its padding is written.
 
     Args:
         spec: what it has to be. Bytes that its order calls padding are written here.
         device: where; on "meta" there is no memory and nothing is written.
         owner: who has to write the rest, for messages: a layer's or an operator's name.
+        pinned: page-locked memory of the host, which a GPU reads at the speed of its bus. `device` is the CPU then.
 
     Returns:
         A tensor of `spec.shape`, `spec.strides` and `spec.dtype`, uninitialised, without grad, not an
         inference tensor, its address a multiple of `spec.alignment`. No scratch.
     """
     with torch.inference_mode(False), torch.no_grad():
-        flat = _empty(spec, torch.device(device))
+        flat = _empty(spec, torch.device(device), pinned)
         if on_allocate is not None and not torch.compiler.is_compiling() and not _is_fake(flat):
             on_allocate(flat, spec, owner)
         fill_padding_(flat, spec)
@@ -107,13 +108,13 @@ def storage_elements(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor.as_strided((spec.extent,), (1,), tensor.storage_offset())
 
 
-def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
+def _empty(spec: TensorSpec, device: torch.device, pinned: bool) -> Tensor:
     """The whole storage, flat, at an aligned address."""
-    flat = torch.empty(spec.extent, dtype=spec.dtype, device=device)
+    flat = torch.empty(spec.extent, dtype=spec.dtype, device=device, pin_memory=pinned)
     if _skip(flat, spec) == 0:
         return flat
     slack = spec.alignment // spec.dtype.itemsize - 1
-    flat = torch.empty(spec.extent + slack, dtype=spec.dtype, device=device)
+    flat = torch.empty(spec.extent + slack, dtype=spec.dtype, device=device, pin_memory=pinned)
     return flat[_skip(flat, spec) :][: spec.extent]
 
 

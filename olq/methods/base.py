@@ -319,7 +319,10 @@ def plan_of(layer: nn.Module, name: str = "weight") -> WeightPlan:
 
 
 def kernel_tensors(layer: nn.Module, name: str, plan: WeightPlan) -> dict[str, Tensor]:
-    """The live kernel tensors of one weight, by suffix."""
+    """The live kernel tensors of one weight, by suffix. During a shadow load they stand beside the module."""
+    state = find_state(layer)
+    if state is not None and state.kernel:
+        return {suffix: state.kernel[name + suffix] for suffix in plan.tensors}
     return {suffix: getattr(layer, name + suffix) for suffix in plan.tensors}
 
 

@@ -58,10 +58,13 @@ def _load_from_state_dict(layer: nn.Module, state_dict: Mapping[str, Any], prefi
 
 def _apply(layer: nn.Module, fn: Function, recurse: bool = True) -> nn.Module:
     state = cast("LayerState", find_state(layer))
-    if not state.live:
+    if not state.installed:
+        _check_no_shadow(layer, state)
         _cast_load_format(layer, state, fn)
     mine = {
-        name for name in layer._parameters if (_is_kernel(name, state) if state.live else name in state.plans)
+        name
+        for name in layer._parameters
+        if (_is_kernel(name, state) if state.installed else name in state.plans)
     }
     tags = {name + FORMAT_SUFFIX for name in state.plans}
     with_memory = _take_out(layer._parameters, mine), _take_out(layer._buffers, tags)
@@ -70,12 +73,23 @@ def _apply(layer: nn.Module, fn: Function, recurse: bool = True) -> nn.Module:
     finally:
         _put_back(layer._parameters, with_memory[0])
         _put_back(layer._buffers, with_memory[1])
-    held = {name: layer._parameters[name] for name in mine} if state.live else state.kernel
+    held = {name: layer._parameters[name] for name in mine} if state.installed else state.kernel
     device = _move(cast("dict[str, Tensor]", held), state, fn)
     if device is not None:
         for name in tags & layer._buffers.keys():
             layer._buffers[name] = cast("Tensor", layer._buffers[name]).to(device)
     return layer
+
+
+def _check_no_shadow(layer: nn.Module, state: LayerState) -> None:
+    if state.live:
+        raise StateError(
+            "A layer can't be moved or cast while a shadow load of it is open.",
+            where=state.label or type(layer).__name__,
+            found="an open load beside the weights that serve",
+            need="a move before the load begins, or after its commit or abort",
+            remedy="commit or abort the session first",
+        )
 
 
 def _take_out(tensors: dict[str, Any], names: set[str]) -> list[tuple[str, Any]]:

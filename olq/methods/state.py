@@ -30,7 +30,10 @@ class LayerState:
             (loaders, subclass, marks of the engine) survive every reload.
         kernel: kernel tensors by name while they are not installed, that is between begin and commit.
         tags: what the kernel tensors mean, by buffer name, while they are not installed: they keep addresses too.
-        live: True from a commit to the next begin; a forward is legal only then.
+        live: True while the kernel tensors are those of a committed load: from a commit to the next begin, or through
+            a shadow load. A forward is legal only then.
+        held: why a live layer may not be called although its own tensors are in place: a load of other layers of its
+            model is open, or failed.
         generation: number of commits; anything derived from the weights can compare it.
         method: the method's name, and `reason` why this layer has it.
         open: the running load of this layer, owned by `olq.reload`.
@@ -43,15 +46,26 @@ class LayerState:
     kernel: dict[str, Tensor] = field(default_factory=dict)
     tags: dict[str, Tensor] = field(default_factory=dict)
     live: bool = False
+    held: str = ""
     generation: int = 0
     reason: str = ""
     open: Any = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether the kernel tensors stand in the module, instead of load-format parameters."""
+        return self.live and self.open is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
         """Copy for a copied layer. Parameters keep their class and attributes, which torch's own copy drops."""
         self._check_at_rest()
         twin = LayerState(
-            self.device, self.label, live=self.live, generation=self.generation, reason=self.reason
+            self.device,
+            self.label,
+            live=self.live,
+            held=self.held,
+            generation=self.generation,
+            reason=self.reason,
         )
         memo[id(self)] = twin
         twin.plans = dict(self.plans)
@@ -113,12 +127,12 @@ def make_state(layer: nn.Module, device: torch.device, label: str) -> LayerState
 def require_live(layer: nn.Module) -> None:
     """Raise `StateError` unless all of the layer's weights are in place."""
     state = find_state(layer)
-    if state is None or state.live:
+    if state is None or (state.live and not state.held):
         return
     raise StateError(
         "A layer was called before its weights were complete.",
         where=state.label or type(layer).__name__,
-        found="weights that are not loaded yet, are being loaded, or whose load failed",
+        found=state.held or "weights that are not loaded yet, are being loaded, or whose load failed",
         need="a committed load: every element arrived and finalize has run",
         remedy="finish the load (olq.load, or finalize_layerwise_processing), or load again after an error",
     )

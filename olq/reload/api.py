@@ -1,30 +1,26 @@
 """The calls that users make: load, reload, session, dequantize, and the three of the engine's own loop."""
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError, StateError
 from olq.methods.base import QuantMethod, kernel_tensors, plan_of
-from olq.methods.state import LayerState, find_state, require_live
+from olq.methods.state import LayerState, require_live
 from olq.reload import online
+from olq.reload.accounting import missing_error
+from olq.reload.callbacks import run_callbacks
+from olq.reload.commit import go_live, layers_of
 from olq.reload.names import Names
 from olq.reload.reporting import build_report
-from olq.reload.session import ProgressCallback, Session, missing_error
+from olq.reload.session import LoadOptions, Session
 from olq.reload.sources import Weights
 from olq.report import Report
 
 
-def load(
-    model: nn.Module,
-    weights: Weights,
-    *,
-    measure_error: bool = False,
-    allow_surplus: Sequence[str] = (),
-    progress: ProgressCallback | None = None,
-) -> Report:
+def load(model: nn.Module, weights: Weights, **options: Unpack[LoadOptions]) -> Report:
     """Load a checkpoint into a model whose layers quantize while they load.
 
     Args:
@@ -32,9 +28,7 @@ def load(
             `load_weights(iterator)`, names are that method's business; otherwise they are parameter names.
         weights: a folder of safetensors files (Hugging Face index honoured), one file, a mapping, or an iterable of
             (name, tensor). Full precision; or the saved `state_dict` of a quantized model.
-        measure_error: report SQNR and worst block of each weight. Costs a decode of what has just been stored.
-        allow_surplus: patterns of names that may arrive though nothing takes them.
-        progress: called after each tensor with (bytes so far, bytes in all or None, name).
+        options: `measure_error`, `allow_surplus`, `progress` and the others of `LoadOptions`.
 
     Returns:
         What was loaded, how it is stored and why.
@@ -45,44 +39,37 @@ def load(
         CoverageError: parameters that did not arrive, or elements that arrived twice.
         NonFiniteError: inf or NaN in a weight whose method refuses it.
         StateError: a load of this model is open, or it has no quantized weights.
+        ConfigError: an option is not what it should be, or a pattern matches nothing.
 
-    Peak memory while loading, for CPU sources in file order: kernel tensors, one source tensor, 8 MiB of workspace.
+    Peak memory while loading, for CPU sources in file order: kernel tensors, one source tensor, 8 MB of workspace.
     """
-    session = Session(model, measure_error=measure_error, allow_surplus=allow_surplus, progress=progress)
-    with session:
+    with Session(model, **options) as session:
         session.load(weights)
         return session.commit()
 
 
-def reload(
-    model: nn.Module,
-    weights: Weights,
-    *,
-    measure_error: bool = False,
-    allow_surplus: Sequence[str] = (),
-    progress: ProgressCallback | None = None,
-) -> Report:
-    """Load other weights into a live model, in place: every kernel tensor keeps its address.
+def reload(model: nn.Module, weights: Weights, **options: Unpack[LoadOptions]) -> Report:
+    """Load other weights into a live model: every kernel tensor keeps its address.
 
-    Arguments, result and errors are those of `load`. No second copy of the model is made. From the first tensor to
-    the commit a forward raises; after an error it goes on raising until a load of everything has committed.
+    Arguments, result and errors are those of `load`. No second copy of the model is made, unless `shadow` asks for it.
+    From the first tensor to the commit a forward raises; after an error it goes on raising until a load of everything
+    has committed. With `shadow` the old weights serve until the commit, and after an error.
 
     Raises:
         StateError: the model is not live.
     """
     _need_live(model, "reload")
-    return load(model, weights, measure_error=measure_error, allow_surplus=allow_surplus, progress=progress)
+    return load(model, weights, **options)
 
 
-def session(
-    model: nn.Module,
-    *,
-    measure_error: bool = False,
-    allow_surplus: Sequence[str] = (),
-    progress: ProgressCallback | None = None,
-) -> Session:
-    """A load or reload in pieces: `with olq.session(model) as s: s.feed(name, tensor)`. See `Session`."""
-    return Session(model, measure_error=measure_error, allow_surplus=allow_surplus, progress=progress)
+def session(model: nn.Module, **options: Unpack[LoadOptions]) -> Session:
+    """A load or reload in pieces: `with olq.session(model) as s: s.feed(name, tensor)`. See `Session`.
+
+    Args:
+        model: as for `load`.
+        options: see `LoadOptions`.
+    """
+    return Session(model, **options)
 
 
 def dequantize(layer: nn.Module, name: str = "weight", *, dtype: torch.dtype | None = None) -> Tensor:
@@ -123,7 +110,7 @@ def initialize_online_processing(module: nn.Module, *, measure_error: bool = Fal
     Raises:
         StateError: a layer is live already: see `initialize_layerwise_reload`.
     """
-    for name, layer, state in _layers(module):
+    for name, layer, state in layers_of(module):
         if state.live:
             raise StateError(
                 "This layer has its weights already.",
@@ -147,7 +134,7 @@ def initialize_layerwise_reload(model: nn.Module, *, measure_error: bool = False
         StateError: the model is not live.
     """
     _need_live(model, "initialize_layerwise_reload")
-    for _, layer, _ in _layers(model):
+    for _, layer, _ in layers_of(model):
         online.open_layer(layer, measure=measure_error)
 
 
@@ -169,7 +156,7 @@ def finalize_layerwise_processing(
         LayoutError: a given tensor does not have its kernel tensor's shape, strides and dtype.
         StateError: no load is open.
     """
-    layers = {name: (layer, state) for name, layer, state in _layers(model) if state.open is not None}
+    layers = {name: (layer, state) for name, layer, state in layers_of(model) if state.open is not None}
     if not layers:
         raise StateError(
             "There is no open load to finish.",
@@ -198,9 +185,9 @@ def finalize_layerwise_processing(
     if kernel_tensors:
         _give_tensors(layers, kernel_tensors)
     report = build_report(model, names, aliases={}, surplus={}, staged_peak=staged_peak, seconds=0.0)
-    for layer, _ in layers.values():
-        online.install(layer)
+    report = go_live(model, names, report, shadow=False, partial=False)
     model.__dict__["quant_generation"] = report.generation
+    run_callbacks(model, report)
     return report
 
 
@@ -228,10 +215,6 @@ def _give_tensors(layers: Mapping[str, tuple[nn.Module, LayerState]], given: Map
         online.give_tensor(state, weight, suffix, tensor, name)
 
 
-def _layers(module: nn.Module) -> list[tuple[str, nn.Module, LayerState]]:
-    return [(name, m, state) for name, m in module.named_modules() if (state := find_state(m)) is not None]
-
-
 def _relabel(state: LayerState, name: str) -> None:
     for progress in state.open.progress():
         leaf = progress.label.rpartition(".")[2]
@@ -239,7 +222,7 @@ def _relabel(state: LayerState, name: str) -> None:
 
 
 def _need_live(model: nn.Module, call: str) -> None:
-    layers = _layers(model)
+    layers = layers_of(model)
     dead = [state.label or name for name, _, state in layers if not state.live and not state.kernel]
     if dead or not layers:
         raise StateError(

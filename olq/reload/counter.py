@@ -21,18 +21,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from olq.errors import LoaderError, OlqError, SourceError
+from olq.errors import LoaderError, OlqError
 from olq.reload import operators
 from olq.reload.checks import check_source, check_values
 from olq.reload.ledger import Ledger, storage_key
 from olq.reload.operators import COPY, tensors, written
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight, Stored, note_lost
+from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
+from olq.reload.quantized import QuantizedWeight
+from olq.reload.refusals import check_memory, refusal, wrong_shape
 from olq.reload.region import whole
 from olq.reload.views import mask_boxes, overlaps_itself, resolve, shown
 from olq.reload.writes import Writes
 
 if TYPE_CHECKING:
     from olq.reload.region import Box
+    from olq.reload.trace import Trace
 
 _active = threading.local()
 
@@ -55,18 +58,19 @@ class CopyCounter(TorchDispatchMode):
         super().__init__()
         self.ledger, self._device = ledger, device or ledger.device
         self._writes: dict[QuantizedWeight, Writes] = {}
-        self._observed: dict[PlainParameter, list[Box]] = {}
+        self._observed: dict[PlainParameter, list[tuple[Box, Tensor | None]]] = {}
         self._sources: set[int] = set()
         #: Open scopes.
         self.depth = 0
-        self._paused = False
-        self.name = ""
+        self._paused, self.name = False, ""
         #: The first error raised inside a scope: `load_state_dict` turns exceptions into text.
         self.error: OlqError | None = None
         #: Writes seen since the outermost scope opened.
         self.seen = 0
         #: Whether scopes directly inside the outermost one hand over too: nobody else will before it closes.
         self.eager = False
+        #: While set: gets every arrival that is handed over, and whatever says that it can't be replayed.
+        self.trace: Trace | None = None
 
     def scope(self, name: str, plains: Iterable[PlainParameter] = ()) -> "_Scope":
         """One call of a loader, as a context manager that gives the counter.
@@ -105,11 +109,16 @@ class CopyCounter(TorchDispatchMode):
             try:
                 for weight, mine in writes.items():
                     for box, source in mine.arrivals():
-                        _check_memory(source, weight, self.name)
+                        check_memory(source, weight.label, self.name)
                         weight.arrive(box, source, self.name, stored)
                         arrived.append((weight, box))
-                for parameter, boxes in observed.items():
+                        if self.trace is not None:
+                            self.trace.arrivals.append((weight, box, source))
+                for parameter, written in observed.items():
+                    boxes = [box for box, _ in written]
                     arrived += [(parameter, box) for box in parameter.arrive_all(boxes, self.name, stored)]
+                    if self.trace is not None:
+                        self.trace.arrivals += [(parameter, box, source) for box, source in written]
             except BaseException:
                 for progress, box in arrived:
                     progress.retract(box)
@@ -140,7 +149,7 @@ class CopyCounter(TorchDispatchMode):
                     box = whole(parameter.coverage.shape)
                     parameter.check_new(box, self.name)
                     parameter.overwrite(values)
-                self._observed[parameter] = [box]
+                self._observed[parameter] = [(box, None)]
                 self.seen += 1
 
     def _put_back(self, plains: Iterable[PlainParameter]) -> None:
@@ -152,13 +161,7 @@ class CopyCounter(TorchDispatchMode):
     def _forget(self) -> None:
         self._writes, self._observed, self._sources = {}, {}, set()
 
-    def _see(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _see(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """`__torch_dispatch__` of this mode."""
         try:
             return self._dispatch(func, args, kwargs or {})
@@ -175,6 +178,8 @@ class CopyCounter(TorchDispatchMode):
             for target, source in zip(args[0], args[1], strict=True):
                 self._copy(target, source, {})
             return None
+        if self.trace is not None:
+            self.trace.computed = True
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             kwargs = {**kwargs, "device": self._device}  # a loader means the device where the weight will be
@@ -191,18 +196,20 @@ class CopyCounter(TorchDispatchMode):
         owners = self.ledger.find(target)
         if not owners:
             if target.device.type == "meta" and source.device.type != "meta":
-                raise self._refusal(
+                raise self._refuse(
                     "a copy onto a meta tensor that belongs to no tracked parameter", "an unknown tensor"
                 )
             self._protect(target)
-            return COPY(target, source, **kwargs)
+            if self.trace is not None:
+                self.trace.computed = True
+            return COPY(target, self._redirected(source), **kwargs)
         self.seen += 1
-        source = self._value(source, owners[0])
+        source = self._redirected(self._value(source, owners[0]))
         if source.shape != target.shape:
             try:
                 source = source.expand(target.shape)
             except RuntimeError:
-                raise self._wrong_shape(owners[0], target, source) from None
+                raise wrong_shape(owners[0].label, self.name, target, source) from None
         if isinstance(owners[0], QuantizedWeight):
             self._check_view(owners[0], target)
             check_source(source, owners[0].label, self.name)
@@ -212,7 +219,9 @@ class CopyCounter(TorchDispatchMode):
                 if target.dtype == owner.parameter.dtype:  # else bits are copied, not values
                     check_values(source, owner.parameter, owner.label, self.name)
             self._protect(target)
-            self._observe(owners, target, lambda: COPY(target, source, **kwargs))
+            self._observe(
+                owners, target, lambda: COPY(self._redirected(target), source, **kwargs), source=source
+            )
         return target
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,13 +231,35 @@ class CopyCounter(TorchDispatchMode):
             self._protect(tensor)
         overwrites = func in operators.CONSTANTS | operators.RANDOM | operators.SCATTERS
         if len(changed) != 1 or not (overwrites or operators.out_argument(func)):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         owners = self.ledger.find(changed[0])
         if not owners:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         self.seen += 1
         mask = operators.scatter_of_true(func, args)
-        return self._observe(owners, changed[0], lambda: func(*args, **kwargs), mask)
+        return self._observe(owners, changed[0], lambda: self._run(func, args, kwargs), mask)
+
+    def _redirected(self, tensor: Tensor) -> Tensor:
+        """Where a shadow load keeps these elements."""
+        return self.ledger.redirect(tensor) if self.ledger.shadowed else tensor
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; in a shadow load on the new values of parameters instead of those that serve."""
+        if not self.ledger.shadowed:
+            return func(*args, **kwargs)
+        meant: dict[int, Tensor] = {}
+
+        def redirected(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(redirected(v) for v in value)
+            if not isinstance(value, Tensor):
+                return value
+            twin = self.ledger.redirect(value)
+            meant[id(twin)] = value
+            return twin
+
+        result = func(*redirected(args), **{k: redirected(v) for k, v in kwargs.items()})
+        return meant.get(id(result), result) if isinstance(result, Tensor) else result
 
     def _on_quantized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> Any:
         """An operator that is neither a view nor a copy, on a quantized weight."""
@@ -257,7 +288,7 @@ class CopyCounter(TorchDispatchMode):
         mappings = resolve(weight.parameter, view)
         if mappings is None:
             if overlaps_itself(view):
-                raise self._refusal("writes onto an expanded view, whose elements overlap", weight.label)
+                raise self._refuse("writes onto an expanded view, whose elements overlap", weight.label)
             self._into_memory(weight, view, lambda into: into.copy_(source))
             return
         for mapping in mappings:
@@ -272,16 +303,21 @@ class CopyCounter(TorchDispatchMode):
         view: Tensor,
         write: Callable[[], Any],
         mask: Callable[[Tensor], Any] | None = None,
+        source: Tensor | None = None,
     ) -> Any:
         """Run a write onto parameters with memory of their own and keep which elements it covers."""
-        found: list[tuple[PlainParameter, list[Box]]] = []
+        found: list[tuple[PlainParameter, list[tuple[Box, Tensor | None]]]] = []
+        traced = self.trace is not None and source is not None
         for owner in owners:
             mappings = resolve(owner.parameter, view) if mask is None else None
+            boxes: list[tuple[Box, Tensor | None]]
             if mappings is None:
-                boxes = list(mask_boxes(shown(owner.parameter, view, mask, view.device)))
+                boxes = [(box, None) for box in mask_boxes(shown(owner.parameter, view, mask, view.device))]
             else:
-                boxes = [mapping.box for mapping in mappings]
-            for box in boxes:
+                boxes = [
+                    (m.box, m.source(source) if traced and source is not None else None) for m in mappings
+                ]
+            for box, _ in boxes:
                 owner.check_new(box, self.name)
             found.append((cast("PlainParameter", owner), boxes))
             owner.touched = True
@@ -300,13 +336,13 @@ class CopyCounter(TorchDispatchMode):
     ) -> Tensor:
         """`index_put_` and `index_copy_`: run them on real memory, and again on a mask."""
         if any(t.device.type == "meta" for t in tensors(args[1:], {})):
-            raise self._refusal(
+            raise self._refuse(
                 "writes through an index or from a source that is on the meta device", weight.label
             )
         if func is operators.aten.index_put_.default and (
             kwargs.get("accumulate") or (len(args) > 3 and args[3])
         ):
-            raise self._refusal("accumulates into the parameter", weight.label)
+            raise self._refuse("accumulates into the parameter", weight.label)
         at = 3 if func is operators.aten.index_copy_.default else 2
         check_source(args[at], weight.label, self.name)
         values = args[at].to(weight.device, weight.staged_dtype(args[at].dtype))
@@ -334,7 +370,7 @@ class CopyCounter(TorchDispatchMode):
         fresh = torch.empty(target.shape, dtype=target.dtype, device=device)
         result = self._serve(func, args, {**others, name: fresh}, self._label(target))
         if result.shape != target.shape:
-            raise self._wrong_shape(self.ledger.find(target)[0], target, result)
+            raise wrong_shape(self._label(target), self.name, target, result)
         self._copy(target, result, {})
         return target
 
@@ -349,7 +385,7 @@ class CopyCounter(TorchDispatchMode):
                 return value
             found = self._written(value)
             if found is None:
-                raise self._refusal(f"reads or changes, by {func}, elements that it has not written", label)
+                raise self._refuse(f"reads or changes, by {func}, elements that it has not written", label)
             served[id(found)] = value
             return found
 
@@ -368,7 +404,7 @@ class CopyCounter(TorchDispatchMode):
             return source
         found = self._written(source)
         if found is None:
-            raise self._refusal(
+            raise self._refuse(
                 "copies from a tensor on the meta device, which has no values (a parameter that was read, or moved to "
                 "`parameter.device`)",
                 progress.label,
@@ -403,32 +439,17 @@ class CopyCounter(TorchDispatchMode):
         owners = self.ledger.find(tensor)
         return bool(owners) and isinstance(owners[0], QuantizedWeight)
 
+    def _refuse(self, found: str, where: str) -> LoaderError:
+        return refusal(found, where, self.name)
+
     def _label(self, tensor: Tensor) -> str:
         return self.ledger.find(tensor)[0].label
 
     def _check_view(self, weight: QuantizedWeight, view: Tensor) -> None:
         if view.dtype != weight.parameter.dtype:
-            raise self._refusal(
+            raise self._refuse(
                 f"uses the parameter's bits as {view.dtype}, by a view of another dtype", weight.label
             )
-
-    def _refusal(self, found: str, where: str) -> LoaderError:
-        return LoaderError(
-            "A weight loader does something that can't be served without guessing.",
-            where=f"{where}, while loading {self.name!r}",
-            found=f"the loader {found}",
-            need="plain copies into slices of the parameter, from tensors that have values",
-            remedy="transform the source before copying it, or list the layer under `keep`",
-        )
-
-    def _wrong_shape(self, progress: Progress, target: Tensor, source: Tensor) -> SourceError:
-        return SourceError(
-            "A tensor does not fit the place that it is copied to.",
-            where=f"{progress.label}, from {self.name!r}",
-            found=f"a source of shape {list(source.shape)}, {source.dtype}",
-            need=f"shape {list(target.shape)}, or one that broadcasts to it",
-            remedy="check that checkpoint and model agree, and that the loader slices both alike",
-        )
 
 
 class _Scope:
@@ -475,15 +496,3 @@ class _Scope:
 
 # Not in the class body: torch wraps a method of this name in one that imports its compiler, 800 modules, on first use.
 CopyCounter.__torch_dispatch__ = CopyCounter._see  # type: ignore[method-assign]
-
-
-def _check_memory(source: Tensor, weight: QuantizedWeight, name: str) -> None:
-    """Raise if a loader freed a source after copying from it: the copy was still to be taken."""
-    if source.numel() and not source.untyped_storage().nbytes():
-        raise LoaderError(
-            "A source was freed before its loader returned.",
-            where=f"{weight.label}, while loading {name!r}",
-            found="a source whose storage was resized to nothing",
-            need="sources that keep their memory until the loader returns",
-            remedy="free the source after the loader has returned",
-        )

@@ -31,7 +31,8 @@ from olq.reload.dummy_kinds import (
     write_zero_,
 )
 from olq.reload.dummy_rules import Rule, Shard, Shards, choose_rule
-from olq.reload.progress import PlainParameter, QuantizedWeight
+from olq.reload.progress import PlainParameter
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import slices, whole
 from olq.reload.session import Session
 from olq.report import Report

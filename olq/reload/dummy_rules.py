@@ -14,7 +14,7 @@ from torch import Tensor
 from olq.errors import ConfigError, LayoutError, UnknownNameError
 from olq.methods.base import WeightPlan
 from olq.numerics.random import UniformFill
-from olq.reload.progress import QuantizedWeight
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Box, intersect, size, whole
 
 #: Elements of a piece of a dummy source.

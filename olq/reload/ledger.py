@@ -6,7 +6,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from olq.reload.progress import Progress, QuantizedWeight
+from olq.errors import LoaderError
+from olq.reload.progress import PlainParameter, Progress
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.views import span
 
 
@@ -30,6 +32,8 @@ class Ledger:
         self._aliases: dict[int, Tensor] = {}
         self._lock = Lock()
         self._first: QuantizedWeight | None = None
+        #: Whether writes onto some parameters go to memory beside theirs.
+        self.shadowed = False
         for one in progress:
             self.add(one)
 
@@ -52,6 +56,7 @@ class Ledger:
             if self._first is None and isinstance(progress, QuantizedWeight):
                 self._first = progress
             self._aliases[id(progress)] = alias
+            self.shadowed |= isinstance(progress, PlainParameter) and progress.shadowed
 
     def find(self, tensor: Tensor) -> tuple[Progress, ...]:
         """The parameters that a view may show elements of: one, unless several lie in one flat storage."""
@@ -62,6 +67,29 @@ class Ledger:
             return (found[0][2],)
         first, last = span(tensor)
         return tuple(one for start, stop, one in found if start < last and first < stop)
+
+    def redirect(self, view: Tensor) -> Tensor:
+        """The same elements where a shadow load keeps them; a view of anything else is returned as it is.
+
+        Raises:
+            LoaderError: the view spans several parameters.
+        """
+        owners = self.find(view)
+        if not any(isinstance(one, PlainParameter) and one.shadowed for one in owners):
+            return view
+        owner = owners[0]
+        if len(owners) > 1 or not isinstance(owner, PlainParameter):
+            raise LoaderError(
+                "A shadow load can't write through a view that spans several parameters.",
+                where=", ".join(one.label for one in owners),
+                found=f"a view of shape {list(view.shape)} over {len(owners)} parameters in one storage",
+                need="views of one parameter at a time",
+                remedy="copy each parameter by itself, or load in place",
+            )
+        twin = owner.memory.view(view.dtype)
+        scale = owner.parameter.element_size() / view.element_size()
+        offset = view.storage_offset() - int(self.alias(owner).storage_offset() * scale)
+        return twin.as_strided(view.shape, view.stride(), offset)
 
     def alias(self, progress: Progress) -> Tensor:
         """The parameter's memory as it was when the load began."""

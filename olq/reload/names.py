@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,14 @@ from olq.errors import StateError
 from olq.methods.state import FORMAT_SUFFIX, find_state
 from olq.reload import online
 from olq.reload.ledger import storage_key
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.progress import Outside, PlainParameter, Progress
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Coverage
+from olq.reload.scope import Scope
 from olq.reload.stage import Meter
+
+if TYPE_CHECKING:
+    from olq.methods.state import LayerState
 
 #: Attribute of a prepared model: names of untied parameters to the name that they were tied to.
 TIES = "quant_ties"
@@ -34,6 +39,8 @@ class Names:
         progress: every parameter and persistent buffer, once.
         required: those without which a load is not complete.
         leaders: for a weight that was untied, the parameter whose arrivals it takes.
+        outside: what a partial load leaves alone, by name: parameters and kernel tensors.
+        stale: the parameters among them.
     """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -43,6 +50,8 @@ class Names:
     progress: list[Progress] = field(default_factory=list)
     required: list[Progress] = field(default_factory=list)
     leaders: dict[QuantizedWeight, Progress] = field(default_factory=dict)
+    outside: dict[str, Outside] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
 
     def names_of(self, progress: Progress) -> list[str]:
         """All names under which a parameter may arrive, that of its saved codes' tag included."""
@@ -69,13 +78,29 @@ class Names:
             follower.coverage = Coverage(follower.parameter.shape)
 
 
-def collect(model: nn.Module, meter: Meter, measure: bool) -> Names:
-    """Open all layers of a model and list what may arrive.
+def collect(
+    model: nn.Module,
+    meter: Meter,
+    measure: bool,
+    *,
+    scope: Scope | None = None,
+    shadow: str | None = None,
+) -> Names:
+    """Open the layers of a model and list what may arrive.
+
+    Args:
+        model: has layers with quantized weights.
+        meter: counts staged bytes.
+        measure: whether to keep quantization errors.
+        scope: what a partial load covers; None is everything.
+        shadow: see `online.LayerLoad`.
 
     Raises:
         StateError: the model has no quantized weights and is not prepared, or a load of it is open.
+        ConfigError: a pattern of the scope matches nothing.
     """
     names = Names()
+    scope = scope or Scope()
     for name, layer in model.named_modules():
         state = find_state(layer)
         if state is None:
@@ -89,19 +114,69 @@ def collect(model: nn.Module, meter: Meter, measure: bool) -> Names:
                 remedy="finalize or abort the other load first",
             )
         state.label = name
-        state.open = None  # an unstarted load: this session counts for itself
         names.layers[name] = layer
-    for name, layer in names.layers.items():
-        load = online.open_layer(layer, meter=meter, measure=measure)
+    _choose(model, names, scope)
+    for name, layer in list(names.layers.items()):
+        state = cast("LayerState", find_state(layer))
+        state.open = None  # an unstarted load: this session counts for itself
+        if not any(scope.covers(_join(name, weight)) for weight in state.plans):
+            del names.layers[name]
+            for weight, plan in state.plans.items():
+                names.stale.append(_join(name, weight))
+                for suffix in plan.tensors:
+                    _leave(names, _join(name, weight + suffix), getattr(layer, weight + suffix))
+            continue
+        load = online.open_layer(layer, meter=meter, measure=measure, shadow=shadow)
         for weight_name, weight in load.weights.items():
-            _add(names, weight, _join(name, weight_name), required=True)
+            if scope.covers(_join(name, weight_name)):
+                _add(names, weight, _join(name, weight_name), required=True)
+            else:
+                names.stale.append(_join(name, weight_name))
+                _leave(names, _join(name, weight_name), weight.parameter)
+    opened = set(names.layers.values())
     for name, layer in model.named_modules(remove_duplicate=False):  # a module may have several names
-        for weight_name, plan in (state.plans if (state := find_state(layer)) else {}).items():
-            for suffix in (*plan.tensors, FORMAT_SUFFIX):
-                names.saved[_join(name, weight_name + suffix)] = layer
-    _add_plain(model, names)
+        if layer not in opened:
+            continue
+        for weight_name, plan in cast("LayerState", find_state(layer)).plans.items():
+            if _join(name, weight_name) not in names.outside:
+                for suffix in (*plan.tensors, FORMAT_SUFFIX):
+                    names.saved[_join(name, weight_name + suffix)] = layer
+    _add_plain(model, names, scope, shadow)
     _untie(model, names)
     return names
+
+
+def _choose(model: nn.Module, names: Names, scope: Scope) -> None:
+    """Let a scope see all names, and draw in what is tied to what it covers."""
+    weights = [
+        _join(name, weight)
+        for name, layer in names.layers.items()
+        for weight in cast("LayerState", find_state(layer)).plans
+    ]
+    plain: dict[object, list[str]] = {}
+    live = {
+        _join(name, weight + suffix)
+        for name, layer in names.layers.items()
+        for weight, plan in cast("LayerState", find_state(layer)).plans.items()
+        for suffix in (*plan.tensors, FORMAT_SUFFIX)
+    }
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if name not in live and name not in weights:
+            plain.setdefault(_identity(tensor), []).append(name)
+    scope.choose(weights, plain.values(), [(name, first) for name, first in _ties(model)])
+
+
+def _is_tag(name: str, weights: Iterable[str]) -> bool:
+    """Whether this is the buffer that says what a quantized weight's bytes mean."""
+    return name.endswith(FORMAT_SUFFIX) and name.removesuffix(FORMAT_SUFFIX) in weights
+
+
+def _leave(names: Names, name: str, tensor: Tensor) -> None:
+    """Note a tensor that a partial load may not write."""
+    names.outside[name] = Outside(name, tensor)
 
 
 def notes(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
@@ -120,7 +195,7 @@ def near(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
-def _add_plain(model: nn.Module, names: Names) -> None:
+def _add_plain(model: nn.Module, names: Names, scope: Scope, shadow: str | None) -> None:
     """Everything that is not a quantized weight: parameters, and the buffers that a checkpoint may hold."""
     seen: dict[object, tuple[str, Progress]] = {
         _identity(one.parameter): (one.label, one) for one in names.progress
@@ -137,13 +212,18 @@ def _add_plain(model: nn.Module, names: Names) -> None:
         elif buffer.device.type == "meta":
             raise _lost_buffer(name)
     for name, tensor, required in tensors:
-        if name in names.routes:
+        if name in names.routes or name in names.outside:
+            continue
+        if not scope.covers(name):
+            _leave(names, name, tensor)
+            if not _is_tag(name, names.stale):
+                names.stale.append(name)
             continue
         known = seen.get(_identity(tensor))
         if known is not None:
             names.routes[name], names.aliases[name] = known[1], known[0]
             continue
-        plain = _plain_of(names, name, tensor)
+        plain = _plain_of(names, name, tensor, shadow)
         seen[_identity(tensor)] = name, plain
         _add(names, plain, name, required=required)
 
@@ -155,7 +235,7 @@ def _identity(tensor: Tensor) -> object:
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _plain_of(names: Names, name: str, tensor: Tensor) -> Progress:
+def _plain_of(names: Names, name: str, tensor: Tensor, shadow: str | None) -> Progress:
     """The progress that the tensor's layer keeps, or a new one."""
     if tensor.device.type == "meta":
         raise StateError(
@@ -170,22 +250,26 @@ def _plain_of(names: Names, name: str, tensor: Tensor) -> Progress:
     state = find_state(layer) if layer is not None else None
     if state is not None and leaf in state.open.plains:
         return state.open.plains[leaf]
-    return PlainParameter(name, tensor)
+    return PlainParameter(name, tensor, online.shadow_device(shadow, tensor))
 
 
 def _untie(model: nn.Module, names: Names) -> None:
     """Parameters that were one object before prepare: the second takes what arrives for the first."""
-    ties = [
-        (_join(prefix, name), _join(prefix, primary))
-        for prefix, found in notes(model, TIES)
-        for name, primary in found.items()
-    ]
-    for name, primary in ties:
+    for name, primary in _ties(model):
         follower, leader = names.routes.get(name), names.routes.get(primary)
         if isinstance(follower, QuantizedWeight) and leader is not None:
             leader.followers.append(follower)
             names.leaders[follower] = leader
             names.routes[name], names.aliases[name] = leader, leader.label
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    """Names of parameters that were untied, each with the name that they were tied to."""
+    return [
+        (_join(prefix, name), _join(prefix, primary))
+        for prefix, found in notes(model, TIES)
+        for name, primary in found.items()
+    ]
 
 
 def _lost_buffer(name: str) -> StateError:

@@ -21,7 +21,8 @@ from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
 from olq.reload.checks import check_shape, contradiction, same_bytes
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.progress import PlainParameter, Progress
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import whole
 from olq.reload.stage import Meter
 
@@ -36,12 +37,21 @@ class LayerLoad:
         layer: has a `LayerState`.
         meter: counts staged bytes.
         measure: whether quantization errors are kept.
+        shadow: "device" or "host" keeps new bytes beside the live ones until the commit; None writes in place.
     """
 
-    def __init__(self, layer: nn.Module, *, meter: Meter | None = None, measure: bool = False) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        meter: Meter | None = None,
+        measure: bool = False,
+        shadow: str | None = None,
+    ) -> None:
         state = cast("LayerState", find_state(layer))
         self.meter = meter or Meter()
         self.measure = measure
+        self.shadow = shadow
         self._scanning = Lock()
         #: Whether the layer could be called when this load began.
         self.was_live = state.live
@@ -53,9 +63,12 @@ class LayerLoad:
                 method,
                 plan,
                 device=state.device,
-                tensors={s: state.kernel[name + s] for s in plan.tensors} if state.kernel else None,
+                tensors={s: state.kernel[name + s] for s in plan.tensors}
+                if state.kernel and not shadow
+                else None,
                 meter=self.meter,
                 measure=measure,
+                pinned=shadow == "host",
             )
             for name, plan in state.plans.items()
         }
@@ -87,7 +100,8 @@ class LayerLoad:
                 if any(parameter is tensor for tensor in state.kernel.values()):
                     continue
                 if parameter.device.type != "meta":
-                    self.plains[name] = PlainParameter(_join(state.label, name), parameter)
+                    beside = shadow_device(self.shadow, parameter)
+                    self.plains[name] = PlainParameter(_join(state.label, name), parameter, beside)
                     self.ledger.add(self.plains[name])
                     self.late.append(self.plains[name])
                     wrap_loader(layer, name, parameter)
@@ -158,13 +172,23 @@ class WrappedLoader:
         return parameter.copy_(source.reshape(parameter.shape))
 
 
-def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = False) -> LayerLoad:
+def shadow_device(shadow: str | None, tensor: Tensor) -> torch.device | None:
+    """Where a shadow load keeps the new values of a parameter in high precision; None without one."""
+    if shadow is None:
+        return None
+    return torch.device("cpu") if shadow == "host" else tensor.device
+
+
+def open_layer(
+    layer: nn.Module, *, meter: Meter | None = None, measure: bool = False, shadow: str | None = None
+) -> LayerLoad:
     """Put a layer into load format, ready to take weights. An open layer stays as it is.
 
     Args:
         layer: has a `LayerState`.
         meter: counts staged bytes.
         measure: whether to keep quantization errors.
+        shadow: see `LayerLoad`. The layer is live, and can be called throughout.
     """
     state = cast("LayerState", find_state(layer))
     if state.open is not None:
@@ -176,8 +200,8 @@ def open_layer(layer: nn.Module, *, meter: Meter | None = None, measure: bool = 
             state.tags[name + FORMAT_SUFFIX] = cast("Tensor", layer._buffers.pop(name + FORMAT_SUFFIX))
             layer._non_persistent_buffers_set.discard(name + FORMAT_SUFFIX)
         _replace(layer._parameters, names, dict(state.load_parameters))
-    state.open = LayerLoad(layer, meter=meter, measure=measure)
-    state.live = False
+    state.open = LayerLoad(layer, meter=meter, measure=measure, shadow=shadow)
+    state.live = state.live and shadow is not None
     for name, parameter in state.load_parameters.items():
         wrap_loader(layer, name, parameter)
         parameter.__class__ = _guarded(type(parameter))
@@ -211,11 +235,12 @@ def install(layer: nn.Module) -> None:
     load: LayerLoad = state.open
     tensors: dict[str, nn.Parameter] = {}
     for name, weight in load.weights.items():
-        weight.prepare_tensors()  # a weight without elements has padding only
-        for suffix, tensor in weight.tensors.items():
+        if not state.kernel:
+            weight.prepare_tensors()  # a weight without elements has padding only
+        for suffix in weight.plan.tensors:
             old = state.kernel.get(name + suffix)
             if not isinstance(old, nn.Parameter):
-                old = nn.Parameter(tensor, requires_grad=False)
+                old = nn.Parameter(weight.tensors[suffix], requires_grad=False)
             tensors[name + suffix] = old
         tag = state.tags.get(name + FORMAT_SUFFIX)
         if tag is None or tag.device != state.device:
@@ -228,7 +253,7 @@ def install(layer: nn.Module) -> None:
             del vars(parameter)["weight_loader"]
     _replace(layer._parameters, list(state.load_parameters), tensors)
     state.kernel, state.tags, state.open = {}, {}, None
-    state.live, state.generation = True, state.generation + 1
+    state.live, state.held, state.generation = True, "", state.generation + 1
 
 
 def give_tensor(state: LayerState, weight_name: str, suffix: str, tensor: Tensor, label: str) -> None:
@@ -255,13 +280,14 @@ def give_tensor(state: LayerState, weight_name: str, suffix: str, tensor: Tensor
         state.kernel.pop(weight_name + suffix, None)
 
 
-def abort(layer: nn.Module, *, untouched: bool = False) -> None:
+def abort(layer: nn.Module, *, untouched: bool = False, why: str = "") -> None:
     """Drop what has arrived.
 
     Args:
         layer: open, or not.
-        untouched: nothing of the model has been written, so that a layer that was live goes live again, as it was.
-            Otherwise it is not callable until a load of all of it commits.
+        untouched: nothing of the live model has been written, so that a layer that was live goes live again, as it
+            was. Otherwise it is not callable until a load of all of it commits.
+        why: what a call is told then.
     """
     state = cast("LayerState", find_state(layer))
     if state.open is None:
@@ -269,8 +295,12 @@ def abort(layer: nn.Module, *, untouched: bool = False) -> None:
     for weight in state.open.weights.values():
         weight.give_up()
     if untouched and state.open.was_live:
+        held = state.held
         install(layer)
         state.generation -= 1
+        state.held = held
+    else:
+        state.live, state.held = False, why
     state.open = None
 
 

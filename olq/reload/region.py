@@ -132,6 +132,25 @@ class Coverage:
             return None
         return next((name for other, name in self._log if all(map(intersect, other, box))), "")
 
+    def claim(self, box: Box, product: Masks, name: str) -> str | None:
+        """Add a box's elements if none of them is there: what replayed arrivals do, which seldom meet others.
+
+        Args:
+            box: the elements, at least one.
+            product: `masks(box)`.
+            name: how they arrived.
+
+        Returns:
+            None, or the name under which some of them had arrived; then nothing has been added.
+        """
+        for other in self._products:
+            if all(a & b for a, b in zip(other, product, strict=True)):
+                return self.find(box)
+        self.count += size(box)
+        self._insert(product)
+        self._log.append((box, name))
+        return None
+
     def add(self, box: Box, name: str = "") -> list[Masks]:
         """Add a box's elements; those that are there already stay under their first name.
 

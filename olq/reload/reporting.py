@@ -7,8 +7,9 @@ from torch import nn
 
 from olq.methods.state import LayerState, find_state
 from olq.reload.names import Names, notes
-from olq.reload.progress import PlainParameter, QuantizedWeight
-from olq.report import KeptReport, Report, WeightReport
+from olq.reload.progress import PlainParameter
+from olq.reload.quantized import QuantizedWeight
+from olq.report import KeptReport, Report, Status, TensorStatus, WeightReport
 
 #: Attribute of a prepared model: layer names to the reason why they stay in high precision.
 KEPT = "quant_kept"
@@ -22,6 +23,8 @@ def build_report(
     surplus: Mapping[str, str],
     staged_peak: int,
     seconds: float,
+    changes: Mapping[str, tuple[int, int]] | None = None,
+    replayed: int = 0,
 ) -> Report:
     """The report of a load that is about to be committed."""
     reasons = {
@@ -34,7 +37,7 @@ def build_report(
     for progress in names.progress:
         layer_name = progress.label.rpartition(".")[0]
         if isinstance(progress, QuantizedWeight):
-            weights.append(_weight(progress, states[layer_name]))
+            weights.append(_weight(progress, states[layer_name], (changes or {}).get(progress.label)))
             continue
         if not progress.coverage.complete:
             untouched.append(progress.label)
@@ -58,7 +61,23 @@ def build_report(
         staged_peak_bytes=staged_peak,
         seconds=seconds,
         generation=model.__dict__.get("quant_generation", 0) + 1,
+        stale=list(names.stale),
+        replayed=replayed,
     )
+
+
+def build_status(names: Names) -> Status:
+    """Where a load stands."""
+    required = set(map(id, names.required))
+    rows = []
+    for one in names.progress:
+        arrived, total = one.coverage.count, one.coverage.total
+        state = "arrived" if one.coverage.complete else "partly" if arrived else "missing"
+        if not arrived and total and id(one) not in required:
+            state = "optional"
+        rows.append(TensorStatus(one.label, state, arrived, total))
+    rows += [TensorStatus(name, "stale", 0, names.outside[name].coverage.total) for name in names.stale]
+    return Status(rows)
 
 
 def _why_kept(
@@ -72,7 +91,7 @@ def _why_kept(
     return f"{kind} is no linear layer" + (": a bare parameter" if parameter.dim() > 2 else "")
 
 
-def _weight(weight: QuantizedWeight, state: LayerState) -> WeightReport:
+def _weight(weight: QuantizedWeight, state: LayerState, changed: tuple[int, int] | None) -> WeightReport:
     plan, error = weight.plan, weight.error
     params = weight.method.params.model_dump(exclude_defaults=True)
     text = ", ".join(f"{key}={value}" for key, value in params.items())
@@ -90,4 +109,6 @@ def _weight(weight: QuantizedWeight, state: LayerState) -> WeightReport:
         sqnr_db=error.sqnr_db if error is not None and measured else None,
         worst_db=error.worst_db if error is not None and measured else None,
         worst_block=error.worst_block if error is not None and measured else None,
+        changed_code_bytes=changed[0] if changed is not None else None,
+        changed_scales=changed[1] if changed is not None else None,
     )

@@ -3,59 +3,97 @@
     new -> open -> committed
               \\--> aborted
 
-A first load and a reload are the same; on a reload the kernel tensors exist and are written in place.
+A first load and a reload are the same. On a reload the kernel tensors exist: they are written in place, or, with
+`shadow`, at the commit; and names that were loaded before are replayed.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, TypedDict, Unpack, cast
 
 from torch import Tensor, nn
 
 from olq import patterns
-from olq.errors import CoverageError, StateError, UnknownNameError
+from olq.errors import ConfigError, StateError
 from olq.methods.state import FORMAT_SUFFIX
-from olq.reload import online
+from olq.reload import commit, online
+from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
+from olq.reload.callbacks import run_callbacks
 from olq.reload.checks import check_shape, contradiction
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
-from olq.reload.names import UNWRITTEN, Names, collect, near
-from olq.reload.progress import PlainParameter, Progress, QuantizedWeight
+from olq.reload.names import UNWRITTEN, Names, collect
+from olq.reload.progress import PlainParameter, Progress
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import whole
-from olq.reload.reporting import build_report
+from olq.reload.replay import PlanKey, Replay, whole_trace
+from olq.reload.reporting import build_report, build_status
+from olq.reload.scope import Scope
 from olq.reload.sources import Source, Weights, open_source
 from olq.reload.stage import Meter
-from olq.report import Report
+from olq.reload.trace import Trace
+from olq.report import Report, Status
 
 #: Called after each tensor with (bytes so far, bytes in all if known, name).
 ProgressCallback = Callable[[int, int | None, str], object]
 
 
+class LoadOptions(TypedDict, total=False):
+    """What `load`, `reload` and `session` take by keyword.
+
+    Attributes:
+        scope: patterns of names or modules: a partial reload. Everything else keeps its bytes and is listed as stale.
+        shadow: "device" or "host" loads into a second set of kernel tensors there (page-locked in the host's memory if
+            there is a GPU), while the old weights go on serving; the commit copies them into the live addresses, and
+            an error leaves the old model as it was. None loads in place, without extra memory.
+        sources: "transient": a source has been consumed when `feed` returns. "stable": sources keep their values until
+            `flush` or the commit, so that replayed ones may be queued.
+        replay: False runs every loader again, although it was recorded.
+        plan_key: called with each name: what else its loader looks at. A recorded plan is used while this is equal.
+        measure_error: keep SQNR and worst block of each weight, taken while its source is at hand. Costs a decode.
+        measure_changes: count bytes of codes and scales that a reload changes. Keeps the old bytes of weights that are
+            being loaded.
+        allow_surplus: patterns of names that may arrive though nothing takes them.
+        progress: called after each tensor with (bytes so far, bytes in all or None, name).
+    """
+
+    scope: Sequence[str] | None
+    shadow: Literal["device", "host"] | None
+    sources: Literal["transient", "stable"]
+    replay: bool
+    plan_key: PlanKey | None
+    measure_error: bool
+    measure_changes: bool
+    allow_surplus: Sequence[str]
+    progress: ProgressCallback | None
+
+
 class Session:
-    """A load or reload of a whole model. Use it as a context manager: leaving it commits, an error aborts.
+    """A load or reload of a model. Use it as a context manager: leaving it commits, an error aborts.
 
     Args:
         model: has layers with quantized weights, from `prepare` or from `create_weights`.
-        measure_error: keep SQNR and worst block of each weight, taken while its source is at hand. Costs a decode.
-        allow_surplus: patterns of names that may arrive though nothing takes them.
-        progress: called after each tensor.
+        options: see `LoadOptions`.
 
-    `feed` may be called from several threads.
+    Raises:
+        ConfigError: an option or a pattern is not what it should be.
+
+    `feed` may be called from several threads. A session is used once; a second one of the same model can begin when
+    nothing has arrived in the first, or when it has ended.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        measure_error: bool = False,
-        allow_surplus: Sequence[str] = (),
-        progress: ProgressCallback | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, **options: Unpack[LoadOptions]) -> None:
         self.model = model
-        self._measure, self._progress = measure_error, progress
-        self._allowed = [patterns.parse(text, where="allow_surplus") for text in allow_surplus]
+        self._options = options
+        _check_choice(options, "shadow", (None, "device", "host"))
+        _check_choice(options, "sources", ("transient", "stable"))
+        self._progress = options.get("progress")
+        self._scope = Scope(options.get("scope"))
+        self._allowed = [
+            patterns.parse(text, where="allow_surplus") for text in options.get("allow_surplus", ())
+        ]
         self._meter = Meter()
         self._state = "new"
         self._done_bytes = 0
@@ -63,15 +101,37 @@ class Session:
         self._aliases: dict[str, str] = {}
 
     def begin(self) -> Self:
-        """Open all layers. From here to the commit a forward raises.
+        """Open the layers. From here to the commit a forward raises, unless the load is a shadow.
 
         Raises:
-            StateError: the session has begun before, or a load of this model is open.
+            StateError: the session has begun before, a load of this model is open, or the model is not live and a
+                shadow or partial load needs it to be.
+            ConfigError: a pattern of the scope matches nothing.
         """
         self._need("new", "begin")
+        options, shadow = self._options, self._options.get("shadow")
+        if self._scope.partial or shadow:
+            commit.need_servable(self.model, "a partial load" if self._scope.partial else "a shadow load")
         self._started_at = time.perf_counter()
-        self.names: Names = collect(self.model, self._meter, self._measure)
-        self._ledger = Ledger(self.names.progress)
+        self.names: Names = collect(
+            self.model,
+            self._meter,
+            options.get("measure_error", False),
+            scope=self._scope,
+            shadow=shadow,
+        )
+        if not shadow:
+            commit.hold(self.model, "a partial load of other layers of its model is open")
+        self._ledger = Ledger((*self.names.progress, *self.names.outside.values()))
+        self._replay = Replay(
+            self.model,
+            {one.label: one for one in self.names.progress},
+            stable=options.get("sources") == "stable",
+            plan_key=options.get("plan_key"),
+            enabled=options.get("replay", True),
+        )
+        if options.get("measure_changes"):
+            commit.watch(self.names, shadow=bool(shadow))
         self._state = "open"
         return self
 
@@ -94,7 +154,7 @@ class Session:
             raise
 
     def feed(self, name: str, tensor: Tensor, *loader_args: Any) -> None:
-        """Load one tensor. When it returns, the source has been consumed and may be reused.
+        """Load one tensor. When it returns, the source has been consumed and may be reused, unless sources are stable.
 
         Args:
             name: a parameter's name, or that of a kernel tensor of a saved model.
@@ -109,6 +169,12 @@ class Session:
             StateError: the session is not open.
         """
         self._need("open", "feed")
+        if not self._replay.feed(name, tensor, loader_args):
+            self._feed_new(name, tensor, loader_args)
+        self._done_bytes += tensor.nbytes
+
+    def _feed_new(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...]) -> None:
+        """Load a tensor that no recorded plan fits."""
         if (saved := self.names.saved.get(name)) is not None and (
             name not in self.names.routes or _packed(tensor)
         ):
@@ -119,8 +185,8 @@ class Session:
         elif (other := self._arrived_as(progress, name)) is not None:
             self._compare_alias(name, other, progress, tensor)
         else:
-            self._feed(name, progress, tensor, loader_args)
-        self._done_bytes += tensor.numel() * tensor.element_size()
+            trace = self._feed(name, progress, tensor, loader_args)
+            self._replay.record(name, loader_args, tensor, trace)
 
     def load(self, weights: Weights) -> None:
         """Load from a folder, a file, a mapping or an iterator.
@@ -151,14 +217,37 @@ class Session:
         with counter.scope(source.where):
             own_loader(self._named(source, counter))
 
+    def flush(self) -> None:
+        """Write the bytes of stable sources that are queued; they may be reused when it returns.
+
+        On a GPU their reading has been enqueued on the current stream then.
+
+        Raises:
+            NonFiniteError: a queued tensor holds inf or NaN and its method refuses that. It may be fed again; those
+                behind it wait for the next flush.
+            StateError: the session is not open.
+        """
+        self._need("open", "flush")
+        self._replay.flush()
+
+    def status(self) -> Status:
+        """What has arrived so far, what is missing, and what is stale because the scope leaves it out."""
+        if self._state == "new":
+            self._need("open", "status")
+        return build_status(self.names)
+
     def commit(self) -> Report:
-        """Check that everything is there, put the kernel tensors in place, and go live.
+        """Check that everything is there, put the kernel tensors in place, refresh what is derived, and go live.
 
         Raises:
             CoverageError: something is missing; it is named. The session stays open: feed the rest, or abort.
             StateError: the session is not open.
+            Exception: whatever a derived tensor or a hook raises. The session is aborted then: a shadow load leaves the
+                old model, a load in place one that can't be called. What a callback of `on_commit` raises comes after
+                the commit.
         """
         self._need("open", "commit")
+        self._replay.flush()
         for layer in self.names.layers.values():
             online.check_parameters(layer)
         self._take_moved()
@@ -177,13 +266,26 @@ class Session:
             surplus=self._surplus,
             staged_peak=self._meter.peak,
             seconds=time.perf_counter() - self._started_at,
+            changes=commit.changes(self.names),
+            replayed=self._replay.count,
         )
-        for layer in self.names.layers.values():
-            online.install(layer)
+        try:
+            report = commit.go_live(
+                self.model,
+                self.names,
+                report,
+                shadow=bool(self._options.get("shadow")),
+                partial=self._scope.partial,
+            )
+        except BaseException:
+            self._state = "aborted"
+            raise
+        self._replay.commit()
         self.model.__dict__["quant_generation"] = report.generation
         for module in self.model.modules():
             module.__dict__.pop(UNWRITTEN, None)
         self._state = "committed"
+        run_callbacks(self.model, report)
         return report
 
     def counter(self) -> CopyCounter:
@@ -193,33 +295,43 @@ class Session:
     def abort(self) -> None:
         """Give up.
 
-        If nothing has been written yet, a model that was live is live again, as it was. Otherwise its quantized
-        layers can't be called until a load of all of them commits.
+        If nothing of the live model has been written, it is live again, as it was: always so in a shadow load.
+        Otherwise its quantized layers can't be called until a load of all of them commits; `touched` names what was
+        written, and so does the error of a forward.
         """
         self._need("open", "abort")
+        self._replay.drop()
         for progress in self.names.progress:
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
                 progress.put_back(self._ledger.alias(progress))
-        layers = self.names.layers.values()
-        untouched = not any(progress.touched for progress in self.names.progress)
-        untouched = untouched and not any(online.load_of(layer).restored for layer in layers)
-        for layer in layers:
-            online.abort(layer, untouched=untouched)
+        commit.give_up(self.model, self.names, self.touched, shadow=bool(self._options.get("shadow")))
         self._state = "aborted"
 
-    def _feed(self, name: str, progress: Progress, tensor: Tensor, loader_args: tuple[Any, ...]) -> None:
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """Parameters that this load has written, or begun to write: in place, or in its shadow."""
+        restored = {
+            f"{name}.{tensor}" if name else tensor
+            for name, layer in self.names.layers.items()
+            for tensor in getattr(online.load_of(layer), "restored", ())
+        }
+        return (*(one.label for one in self.names.progress if one.touched), *sorted(restored))
+
+    def _feed(self, name: str, progress: Progress, tensor: Tensor, loader_args: tuple[Any, ...]) -> Trace:
         loader = getattr(progress.parameter, "weight_loader", None)
         if isinstance(loader, online.WrappedLoader) and loader.loader is None:
             loader = None
         if loader is not None:
             counter = active_counter()
+            trace = Trace()
             if counter is None or counter.ledger is not self._ledger:  # that of another model's load
                 counter = self.counter()
+                counter.trace = trace
             with counter.scope(name, [progress] if isinstance(progress, PlainParameter) else ()):
                 loader(progress.parameter, tensor, *loader_args)
-            return
+            return trace
         check_shape(tensor, progress.parameter, progress.label, name)
-        tensor = tensor.reshape(progress.parameter.shape)
+        given, tensor = tensor, tensor.reshape(progress.parameter.shape)
         box = whole(progress.parameter.shape)
         counter = active_counter()
         with nullcontext() if counter is None else counter.paused():
@@ -227,6 +339,7 @@ class Session:
                 progress.arrive(box, tensor, name)
             elif isinstance(progress, PlainParameter):
                 progress.copy(box, tensor, name)
+        return whole_trace(progress, tensor) if tensor.shape == given.shape and tensor.numel() else Trace()
 
     def _arrived_as(self, progress: Progress, name: str) -> str | None:
         """The other name of a tied parameter under which all of it has arrived, or None."""
@@ -242,6 +355,8 @@ class Session:
         self._aliases[name] = other
 
     def _take_surplus(self, name: str) -> None:
+        if name in self.names.outside:
+            raise outside_error([name], where="feed")
         if not any(pattern.match(name) is not None for pattern in self._allowed):
             raise unknown_error([name], self.names.routes, where="feed")
         self._surplus[name] = "allowed by allow_surplus"
@@ -255,22 +370,11 @@ class Session:
             and n not in self.names.saved
             and not any(pattern.match(n) is not None for pattern in self._allowed)
         ]
+        if outside := [name for name in unknown if name in self.names.outside]:
+            raise outside_error(outside, where=source.where)
         if unknown:
             raise unknown_error(unknown, self.names.routes, where=source.where)
-        given = set(names)
-        missing = [
-            one.label
-            for one in self.names.required
-            if not one.coverage.count and not given.intersection(self.names.names_of(one))
-        ]
-        if missing:
-            raise CoverageError(
-                f"The source lacks {len(missing)} of the {len(self.names.required)} parameters of this model.",
-                where=source.where,
-                found=f"{len(given)} names, but not {_first(missing)}",
-                need="every parameter of the model under its own name; nothing has been written yet",
-                remedy="fetch the files that are missing, or check that checkpoint and model are of one kind",
-            )
+        check_complete(self.names, names, source.where)
 
     def _is_saved(self, source: Source) -> bool:
         """Whether a source is the saved state of a quantized model."""
@@ -279,20 +383,27 @@ class Session:
     def _named(self, source: Source, counter: CopyCounter) -> Iterator[tuple[str, Tensor]]:
         """The source's items; what a loader writes before it asks for the next one belongs to the last name."""
         for name, tensor in source.items:
-            count = tensor.numel() * tensor.element_size()
+            self._done_bytes += tensor.nbytes
+            if self._replay.feed(name, tensor):
+                del tensor
+                self._report_progress(source, name)
+                continue
             if active_counter() is not counter:  # a thread pulls ahead: items and writes don't alternate
-                counter.eager = True
+                counter.eager, counter.trace = True, None
                 yield name, tensor
+                del tensor
             else:
                 counter.flush(name)
-                counter.seen = 0
+                counter.seen, counter.trace = 0, Trace()
                 yield name, tensor
-            del tensor
-            self._done_bytes += count
-            if not counter.eager:
-                if not counter.seen:
-                    self._surplus[name] = "the model's load_weights wrote nothing for it"
-                counter.flush(source.where)  # before the source moves on: it may use the memory again
+                if not counter.eager:
+                    if not counter.seen:
+                        self._surplus[name] = "the model's load_weights wrote nothing for it"
+                    counter.flush(source.where)  # before the source moves on: it may use the memory again
+                    if counter.trace is not None:
+                        self._replay.record(name, (), tensor, counter.trace)
+                    counter.trace = None
+                del tensor
             self._report_progress(source, name)
 
     def _report_progress(self, source: Source, name: str) -> None:
@@ -318,39 +429,6 @@ class Session:
             )
 
 
-def missing_error(
-    missing: Iterable[str], progress: Iterable[Progress], surplus: Mapping[str, str]
-) -> CoverageError:
-    """What to raise when parameters are not complete."""
-    missing, progress = list(missing), list(progress)
-    arrived = sum(one.coverage.complete for one in progress)
-    hint = f"; wrote nothing: {', '.join(list(surplus)[:5])}" if surplus else ""
-    return CoverageError(
-        f"Parameters did not arrive completely: {len(missing)} of {len(progress)}.",
-        where=_first(missing),
-        found=f"{arrived} of {len(progress)} parameters complete{hint}",
-        need="every element of every parameter",
-        remedy="feed what is missing; a loader that copies in threads of its own is not seen",
-    )
-
-
-def _first(names: Sequence[str], most: int = 10) -> str:
-    """Some names of a list, and how many there are beside them."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def unknown_error(names: Sequence[str], routes: Mapping[str, Any], where: str) -> UnknownNameError:
-    """What to raise for names that nothing takes."""
-    shown = ", ".join(repr(name) + near(name, routes) for name in names[:10])
-    return UnknownNameError(
-        f"{len(names)} names belong to no parameter of this model.",
-        where=where,
-        found=shown + (f" and {len(names) - 10} more" if len(names) > 10 else ""),
-        need=f"names of the {len(routes)} parameters of the model",
-        remedy="rename them before feeding, or list them under allow_surplus",
-    )
-
-
 def check_tags(weights: Mapping[str, Any], names: Names) -> None:
     """Raise `LayoutError` if saved kernel tensors mean something else than this model stores; nothing is written."""
     for name, layer in names.saved.items():
@@ -361,3 +439,14 @@ def check_tags(weights: Mapping[str, Any], names: Names) -> None:
 
 def _packed(tensor: Tensor) -> bool:
     return not tensor.is_floating_point()
+
+
+def _check_choice(options: Mapping[str, Any], name: str, allowed: tuple[str | None, ...]) -> None:
+    if name in options and options[name] not in allowed:
+        raise ConfigError(
+            "An option of a load has a value that it can't have.",
+            where=name,
+            found=repr(options[name]),
+            need=" or ".join(map(repr, allowed)),
+            remedy=f"leave `{name}` out, or choose one of these",
+        )

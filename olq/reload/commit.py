@@ -1,0 +1,136 @@
+"""How a load ends for the model as a whole: it goes live, or back to what it was, or says that it can't be called."""
+
+from dataclasses import replace
+from typing import cast
+
+from torch import nn
+
+from olq.errors import StateError
+from olq.methods.state import LayerState, find_state
+from olq.reload import derived, online
+from olq.reload.accounting import first
+from olq.reload.declarations import declarations
+from olq.reload.names import Names
+from olq.reload.progress import PlainParameter
+from olq.reload.quantized import QuantizedWeight
+from olq.reload.shadow import Shadow
+from olq.report import Report
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module, LayerState]]:
+    """The layers with quantized weights, each with its name and record."""
+    return [(name, m, state) for name, m in model.named_modules() if (state := find_state(m)) is not None]
+
+
+def need_servable(model: nn.Module, what: str) -> None:
+    """Raise `StateError` unless every layer can be called.
+
+    Args:
+        model: any.
+        what: what needs that, in words.
+    """
+    dead = [(name, state) for name, _, state in layers_of(model) if not state.installed or state.held]
+    if dead:
+        raise StateError(
+            f"{what[0].upper()}{what[1:]} needs a model that can be called.",
+            where=first([name or type(model).__name__ for name, _ in dead], 3),
+            found=dead[0][1].held or "layers without weights, or with an open load",
+            need="a live model",
+            remedy="load everything in place: olq.load(model, weights)",
+        )
+
+
+def hold(model: nn.Module, why: str) -> None:
+    """Keep layers that stay as they are from being called while others of their model are loaded."""
+    for _, _, state in layers_of(model):
+        if state.installed:
+            state.held = why
+
+
+def watch(names: Names, *, shadow: bool) -> None:
+    """Let quantized weights count what the load changes."""
+    for layer in names.layers.values():
+        state = cast("LayerState", find_state(layer))
+        for name, weight in state.open.weights.items():
+            if state.kernel:
+                live = {suffix: state.kernel[name + suffix] for suffix in weight.plan.tensors}
+                weight.watch(live, copy=not shadow)
+
+
+def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, partial: bool) -> Report:
+    """Install what a complete load has brought, then refresh what is derived from it.
+
+    Args:
+        model: of the load.
+        names: its layers are open and complete.
+        report: of the load so far.
+        shadow: the new bytes stand beside the live ones.
+        partial: only a part of the model was loaded.
+
+    Returns:
+        The report with what was refreshed, and with the tensors that nobody declared.
+
+    Raises:
+        Exception: of a derived tensor or a hook. A shadow load has been taken back then, bit for bit; after a load in
+            place no layer can be called.
+    """
+    keep_old = shadow and any(declarations(module) for module in model.modules())
+    before = derived.snapshot(model) if keep_old else None
+    waiting = None
+    if shadow:
+        plains = [one for one in names.progress if isinstance(one, PlainParameter)]
+        waiting = Shadow(names.layers.values(), plains)
+        waiting.put(keep_old=keep_old)
+    for layer in names.layers.values():
+        online.install(layer)
+    for _, _, state in layers_of(model):
+        state.held = ""
+    changed = None
+    if partial:
+        changed = {model.get_submodule(one.label.rpartition(".")[0]) for one in names.progress}
+    try:
+        refreshed = derived.refresh(model, changed)
+    except BaseException as error:
+        if waiting is not None and before is not None:
+            waiting.undo()
+            before.restore()
+        else:
+            _retire(
+                model,
+                f"weights whose derived tensors could not be refreshed: {type(error).__name__}: {error}",
+            )
+        for layer in names.layers.values():
+            cast("LayerState", find_state(layer)).generation -= 1
+        raise
+    return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(model))
+
+
+def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow: bool) -> None:
+    """End a load without a commit.
+
+    Args:
+        model: of the load.
+        names: its layers are open.
+        touched: parameters that the load has written.
+        shadow: it wrote beside the live ones.
+    """
+    intact = shadow or not touched
+    why = f"weights whose load failed, after it had written {len(touched)} parameters: {first(touched, 5)}"
+    for layer in names.layers.values():
+        online.abort(layer, untouched=intact, why=why if touched else "")
+    for _, layer, state in layers_of(model):
+        if layer not in names.layers.values() and state.installed:
+            state.held = "" if intact else why
+
+
+def _retire(model: nn.Module, why: str) -> None:
+    """Make every layer refuse calls until a load of everything commits; kernel tensors keep their addresses."""
+    for _, layer, _ in layers_of(model):
+        online.open_layer(layer)
+        online.abort(layer, why=why)
+
+
+def changes(names: Names) -> dict[str, tuple[int, int]]:
+    """By weight: bytes of codes and scales that the load changed, where that was watched."""
+    weights = [one for one in names.progress if isinstance(one, QuantizedWeight)]
+    return {one.label: found for one in weights if (found := one.changes()) is not None}

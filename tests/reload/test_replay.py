@@ -1,0 +1,406 @@
+"""The second load of a name repeats what its loader did, without the loader, and only where that is right."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import olq
+from olq.errors import CoverageError, NonFiniteError, StateError
+from reload.engine_layers import OneWeight, bytes_of, stored_bytes, weight, whole_bytes
+from reload.plans import METHODS, method_id, partitions
+from reload.small_models import Small, as_bytes, fresh, live, places, state
+
+
+class Fused(nn.Module):
+    """A fused layer with shard ids, a norm, and a loop of its own; it counts what its loader does.
+
+    Args:
+        method: of the layer.
+        params: of the method.
+    """
+
+    def __init__(self, method: str = "fp8", params: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.quant_method = olq.get_method(method, **(params or {}))
+        self.quant_method.create_weights(
+            self, 64, (48, 16, 16), dtype=torch.bfloat16, weight_loader=self.load_shard
+        )
+        self.norm = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_shard(self, parameter: Tensor, tensor: Tensor, shard: str) -> None:
+        """Copy one shard into its rows."""
+        self.calls.append(shard)
+        start, rows = {"q": (0, 48), "k": (48, 16), "v": (64, 16)}[shard]
+        parameter.narrow(0, start, rows).copy_(tensor)
+
+    def load_weights(self, weights) -> None:
+        """Names are q, k, v and norm."""
+        for name, tensor in weights:
+            if name == "norm":
+                self.calls.append(name)
+                self.norm.copy_(tensor)
+            else:
+                self.weight.weight_loader(self.weight, tensor, name)
+
+
+def sources(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """What `Fused` loads."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"q": (48, 64), "norm": (64,), "k": (16, 64), "v": (16, 64)}
+    return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("through", ["load_weights", "feed"])
+@pytest.mark.parametrize("stable", ["transient", "stable"])
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
+def test_a_replayed_load_equals_a_cold_one_and_runs_no_loader(method, stable, through):
+    name, params = method
+    model, cold = Fused(name, params), Fused(name, params)
+    olq.load(cold, sources(2).items(), replay=False)
+
+    def run(weights):
+        with olq.session(model, sources=stable) as session:
+            if through == "load_weights":
+                session.load(iter(weights.items()))
+            else:
+                for key, tensor in weights.items():
+                    session.feed(
+                        "norm" if key == "norm" else "weight", tensor, *(() if key == "norm" else (key,))
+                    )
+            return session.commit()
+
+    assert run(sources(1)).replayed == 0
+    at, model.calls = places(model), []
+    report = run(sources(2))
+    assert (report.replayed, model.calls) == (4, [])
+    assert as_bytes(model) == as_bytes(cold)
+    assert places(model) == at
+    assert [w.arrivals for w in report.weights] == [3]
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_cut_and_order_replays_to_the_same_bytes(data):
+    """Each name is a box of the weight, of any steps; the second session feeds them in another order."""
+    name, params = data.draw(st.sampled_from(METHODS))
+    boxes = data.draw(partitions((40, 70)))
+    order = data.draw(st.permutations(range(len(boxes))))
+    dtype = data.draw(st.sampled_from((torch.bfloat16, torch.float32)))
+    stable = data.draw(st.sampled_from(("transient", "stable")))
+
+    def loader(parameter, tensor, i):
+        parameter[tuple(slice(r.start, r.stop, r.step) for r in boxes[i])].copy_(tensor)
+
+    layer = OneWeight(loader, method=name, params=params, parts=(40,), columns=70)
+    for seed, sequence in ((1, range(len(boxes))), (2, order)):
+        values = weight(40, 70, seed=seed).to(dtype)
+        with olq.session(layer, sources=stable) as session:
+            for i in sequence:
+                part = values[tuple(slice(r.start, r.stop, r.step) for r in boxes[i])].contiguous()
+                session.feed("weight", part, i)
+            report = session.commit()
+    assert report.replayed == sum(all(map(len, box)) for box in boxes)
+    assert stored_bytes(layer) == whole_bytes(layer, weight(40, 70, seed=2))
+
+
+LOADERS = {
+    "cast": lambda p, t: p.copy_(t.float()),
+    "computed": lambda p, t: p.copy_(t + 1),
+    "transformed in place": lambda p, t: (p.copy_(t), p.mul_(2)),
+    "looked at": lambda p, t: p.copy_(t if t[0, 0] > 0 else -t),
+    "indexed": lambda p, t: p.copy_(t[torch.arange(16).flip(0)]),
+    "constant": lambda p, t: (p.copy_(t), p[:4].zero_()),
+    "assigned": lambda p, t: setattr(p, "data", t),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_that_does_more_than_copy_runs_every_time(kind):
+    layer = OneWeight(lambda p, t: LOADERS[kind](p, t))
+    results = []
+    for seed in (1, 2, 3):
+        with olq.session(layer) as session:
+            session.feed("weight", weight(16, 32, seed=seed))
+            replayed = session.commit().replayed
+        cold = OneWeight(lambda p, t: LOADERS[kind](p, t))
+        with olq.session(cold, replay=False) as session:
+            session.feed("weight", weight(16, 32, seed=seed))
+        results.append((replayed, stored_bytes(layer) == stored_bytes(cold)))
+    assert results[1:] == [(kind == "assigned", True)] * 2
+
+
+VIEWS = {
+    "transposed": lambda p, t: p.copy_(t.t()),
+    "halves swapped": lambda p, t: (p[:8].copy_(t[8:]), p[8:].copy_(t[:8])),
+    "broadcast": lambda p, t: p.copy_(t[:1].expand(16, 32)),
+    "every other row": lambda p, t: (p[::2].copy_(t[:8]), p[1::2].copy_(t[8:])),
+    "overlap, the last wins": lambda p, t: (p.copy_(t), p[:4].copy_(t[4:8])),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_of_the_source_are_replayed_as_views(kind):
+    shape = (32, 16) if kind == "transposed" else (16, 32)
+    layers = [OneWeight(lambda p, t: VIEWS[kind](p, t)) for _ in range(2)]
+    for layer in layers:
+        for seed in (1, 2):
+            with olq.session(layer, replay=layer is layers[0]) as session:
+                session.feed("weight", weight(*shape, seed=seed))
+                replayed = session.commit().replayed
+        assert replayed == (layer is layers[0] and "overlap" not in kind)
+    assert stored_bytes(layers[0]) == stored_bytes(layers[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.float(),
+        lambda t: t.t().contiguous().t(),
+        lambda t: torch.cat([t, t])[::2][:16],
+    ],
+    ids=["dtype", "strides", "step"],
+)
+def test_another_signature_runs_the_loader_and_is_replayed_from_then_on(change):
+    calls = []
+    layer = OneWeight(lambda p, t: (calls.append(1), p.copy_(t)))
+    for seed, changed in ((1, False), (2, True), (3, True)):
+        tensor = weight(16, 32, seed=seed)
+        with olq.session(layer) as session:
+            session.feed("weight", change(tensor) if changed else tensor)
+            replayed = session.commit().replayed
+        given = change(tensor).contiguous().bfloat16() if changed else tensor
+        assert stored_bytes(layer) == whole_bytes(layer, given)
+    assert (replayed, len(calls)) == (1, 2)
+
+
+def test_a_plan_key_that_changes_runs_the_loader():
+    expert_map = {"weight": 0}
+    calls = []
+
+    def loader(parameter, tensor):
+        calls.append(1)
+        parameter.copy_(tensor)
+
+    layer = OneWeight(loader)
+    for key, expected in ((0, 1), (0, 1), (1, 2), (1, 2)):
+        expert_map["weight"] = key
+        with olq.session(layer, plan_key=expert_map.get) as session:
+            session.feed("weight", weight(16, 32))
+        assert len(calls) == expected
+
+
+def test_plans_can_be_forgotten_and_switched_off():
+    model = Fused()
+    for seed, expected in ((1, 4), (2, 0)):
+        model.calls = []
+        olq.load(model, iter(sources(seed).items()))
+        assert len(model.calls) == expected
+    olq.forget_plans(model)
+    model.calls = []
+    olq.reload(model, iter(sources(3).items()))
+    assert len(model.calls) == 4
+    model.calls = []
+    olq.reload(model, iter(sources(4).items()), replay=False)
+    assert len(model.calls) == 4
+
+
+def test_copies_of_a_model_record_plans_of_their_own():
+    model = fresh()
+    olq.load(model, state(Small()))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = as_bytes(model)
+        assert olq.reload(twin, state(Small())).replayed == 0
+        assert olq.reload(twin, state(Small())).replayed == 5
+        assert as_bytes(model) == before
+
+
+def test_a_session_that_failed_leaves_no_plan():
+    layer = OneWeight(lambda p, t: p.copy_(t))
+    session = olq.session(layer).begin()
+    session.feed("weight", weight(16, 32))
+    session.abort()
+    with olq.session(layer) as session:
+        session.feed("weight", weight(16, 32))
+        assert session.commit().replayed == 0
+
+
+def test_the_same_name_twice_is_an_error_also_when_it_is_replayed():
+    model, weights = live(), state(Small())
+    olq.reload(model, weights)
+    for stable in ("transient", "stable"):
+        with olq.session(model, sources=stable) as session:
+            for name, tensor in weights.items():
+                session.feed(name, tensor)
+            with pytest.raises(CoverageError, match=r"arrived twice[\s\S]*'b\.weight', and then 'b\.weight'"):
+                session.feed("b.weight", weights["b.weight"] + 1)
+    wanted = live()
+    olq.load(wanted, weights)
+    assert as_bytes(model) == as_bytes(wanted)
+
+
+def test_names_that_overlap_are_found_whichever_is_replayed():
+    def loader(parameter, tensor, rows):
+        parameter[rows[0] : rows[1]].copy_(tensor)
+
+    layer = OneWeight(loader)
+    values = weight(16, 32)
+    for cut in (8, 4):
+        with olq.session(layer) as session:
+            session.feed("weight", values[:cut], (0, cut))
+            session.feed("weight", values[cut:], (cut, 16))
+    with olq.session(layer) as session:
+        session.feed("weight", values[:8], (0, 8))
+        with pytest.raises(CoverageError, match=r"arrived twice"):
+            session.feed("weight", values[4:], (4, 16))
+        session.feed("weight", values[8:], (8, 16))
+
+
+@pytest.mark.parametrize("stable", ["transient", "stable"])
+@pytest.mark.parametrize("params", [{"granularity": "tensor"}, {"granularity": "channel"}], ids=str)
+def test_a_replayed_tensor_with_nan_is_refused_and_may_be_fed_again(params, stable):
+    layer = OneWeight(
+        lambda p, t, i: p[8 * i : 8 * i + 8].copy_(t), method="fp8", params=params, parts=(8, 8)
+    )
+    values = weight(16, 32)
+    bad = values.clone()
+    bad[3, 5] = float("nan")
+
+    def feed_both(session, source):
+        session.feed("weight", source[:8], 0)
+        session.feed("weight", source[8:], 1)
+
+    def feed_both_and_flush(session, source):
+        feed_both(session, source)
+        session.flush()
+
+    with olq.session(layer) as session:
+        feed_both(session, values)
+    with olq.session(layer, sources=stable) as session:
+        with pytest.raises(NonFiniteError, match=r"weight\[3, 5\]"):
+            feed_both_and_flush(session, bad)
+        session.feed("weight", values[:8], 0)
+        if stable == "transient":
+            session.feed("weight", values[8:], 1)
+        session.commit()
+    assert stored_bytes(layer) == whole_bytes(layer, values)
+
+
+def test_stable_sources_are_read_at_the_flush_and_transient_ones_at_the_feed():
+    model, weights = live(), state(Small())
+    olq.reload(model, weights)
+    for stable in ("transient", "stable"):
+        first, second = state(Small()), state(Small())
+        buffers = {n: t.clone() for n, t in first.items()}
+        with olq.session(model, sources=stable) as session:
+            for name, buffer in buffers.items():
+                session.feed(name, buffer)
+            for name, buffer in buffers.items():
+                buffer.copy_(second[name])
+            session.flush()
+            for buffer in buffers.values():
+                buffer.fill_(7)
+        wanted = live()
+        olq.load(wanted, first if stable == "transient" else second)
+        assert as_bytes(model) == as_bytes(wanted)
+
+
+def test_flush_belongs_to_an_open_session():
+    session = olq.session(live())
+    with pytest.raises(StateError, match=r"flush\(\) is not legal now"):
+        session.flush()
+
+
+def test_an_abort_with_a_queue_has_written_nothing():
+    model, weights = live(), state(Small())
+    olq.reload(model, weights)
+    before = as_bytes(model)
+    session = olq.session(model, sources="stable").begin()
+    session.feed("a.weight", weights["a.weight"] * 2)
+    session.abort()
+    olq.reload(model, weights)
+    assert as_bytes(model) == before
+
+
+def test_a_loader_that_ignores_a_name_is_asked_about_it_every_time():
+    asked = []
+
+    class Picky(Fused):
+        def load_weights(self, weights) -> None:
+            def wanted():
+                for name, tensor in weights:
+                    asked.append(name)
+                    if name != "rotary":
+                        yield name, tensor
+
+            super().load_weights(wanted())
+
+    model = Picky()
+    for seed in (1, 2):
+        asked.clear()
+        report = olq.load(model, iter({"rotary": torch.ones(3), **sources(seed)}.items()))
+        assert report.surplus == {"rotary": "the model's load_weights wrote nothing for it"}
+    assert asked == ["rotary"]
+
+
+def test_a_loader_that_pairs_tensors_runs_for_both():
+    class Pairing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant_method = olq.get_method("mxfp8")
+            self.quant_method.create_weights(self, 32, 16, dtype=torch.bfloat16)
+
+        def load_weights(self, weights) -> None:
+            kept = {}
+            for name, tensor in weights:
+                kept[name] = tensor
+                if len(kept) == 2:
+                    self.weight[:8].copy_(kept["left"])
+                    self.weight[8:].copy_(kept["right"])
+
+    model = Pairing()
+    for seed in (1, 2, 3):
+        values = weight(16, 32, seed=seed)
+        report = olq.load(model, iter([("left", values[:8].clone()), ("right", values[8:].clone())]))
+        assert report.replayed == 0
+        assert stored_bytes(model) == whole_bytes(model, values)
+
+
+def test_a_tied_head_is_fed_by_every_load():
+    model = olq.prepare(Small(tie=True))
+    for _ in range(3):
+        weights = state(Small(tie=True))
+        del weights["head.weight"]
+        olq.reload(model, weights)
+        wanted = olq.prepare(Small(tie=True))
+        olq.load(wanted, weights)
+        assert as_bytes(model) == as_bytes(wanted)
+
+
+def test_no_source_is_held_after_the_flush():
+    import gc
+    import weakref
+
+    model = live()
+    olq.reload(model, state(Small()))
+    with olq.session(model, sources="stable") as session:
+        alive = []
+        for name, tensor in state(Small()).items():
+            alive.append(weakref.ref(tensor))
+            session.feed(name, tensor)
+        del tensor
+        session.flush()
+        gc.collect()
+        assert not [ref for ref in alive if ref() is not None]
+
+
+def test_bytes_of_plain_parameters_are_replayed_too():
+    model = Fused()
+    for seed in (1, 2):
+        olq.load(model, iter(sources(seed).items()))
+    assert bytes_of(model.norm) == bytes_of(sources(2)["norm"])
