@@ -59,7 +59,7 @@ class Fingerprint:
         digests: 32 hexadecimal digits for each parameter and persistent buffer, by name. Tied ones stand under each
             of their names.
         derived: the same of non-persistent buffers and bare tensor attributes, if they were asked for.
-        generation: commits of the model when the fingerprint was taken.
+        generation: commits when the fingerprint was taken: the model's, or those of a layer that has more.
     """
 
     digests: Mapping[str, str]
@@ -159,7 +159,7 @@ def fingerprint(model: nn.Module, *, derived: bool = False) -> Fingerprint:
         derived={name: _digest_once(tensor, name, seen) for name, tensor in others.items()}
         if derived
         else {},
-        generation=model.__dict__.get("quant_generation", generation),
+        generation=max(generation, model.__dict__.get("quant_generation", 0)),
     )
 
 
