@@ -94,6 +94,7 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
         if waiting is not None and before is not None:
             waiting.undo()
             before.restore()
+            _refresh_again(model, error)
         else:
             _retire(
                 model,
@@ -103,6 +104,18 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
             cast("LayerState", find_state(layer)).generation -= 1
         raise
     return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(model))
+
+
+def _refresh_again(model: nn.Module, error: BaseException) -> None:
+    """Let hooks see the old weights again: what they keep besides tensors has no other way back."""
+    try:
+        derived.refresh(model)
+    except Exception as again:
+        why = f"weights whose derived tensors could not be brought back: {type(again).__name__}: {again}"
+        error.add_note(
+            f"olq: the old weights are back, but hooks failed on them too ({again!r}); nothing is served"
+        )
+        _retire(model, why)
 
 
 def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow: bool) -> None:

@@ -5,9 +5,10 @@ whole units and up to four rectangles around it. The cut depends on the plan and
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from olq.methods.base import Target, WeightPlan
-from olq.reload.region import Box, intersect, size
+from olq.reload.region import Box, intersect, size, slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,31 +16,18 @@ class Piece:
     """A rectangle of one part.
 
     Args:
+        target: the part, and where in it.
         lead: indices of the leading dimensions.
-        part: which part.
-        rows: rows inside the part.
-        columns: columns.
+        elements: how many.
         whole_units: it may be quantized as it is; otherwise it has to wait for the rest of its units.
-        index: where its values lie in the last two dimensions of the source; None is all of it.
+        index: where its values lie in the source; None is all of it.
     """
 
+    target: Target
     lead: Box
-    part: int
-    rows: range
-    columns: range
+    elements: int
     whole_units: bool
-    index: tuple[slice, slice] | None
-
-    @property
-    def target(self) -> Target:
-        """The piece as units of the method."""
-        lead = tuple(slice(r.start, r.stop, r.step) for r in self.lead)
-        return Target(lead, self.part, self.rows, self.columns)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return size((*self.lead, self.rows, self.columns))
+    index: tuple[Any, ...] | None
 
 
 def cut(plan: WeightPlan, box: Box) -> list[Piece]:
@@ -66,7 +54,9 @@ def _cut_part(plan: WeightPlan, box: Box, part: int, rows: range, first: int) ->
     def piece(down: slice, across: slice, whole_units: bool) -> Piece:
         at = slice(down.start + first, down.stop + first), across
         everything = at == (slice(0, len(box[-2])), slice(0, len(columns)))
-        return Piece(lead, part, rows[down], columns[across], whole_units, None if everything else at)
+        target = Target(slices(lead), part, rows[down], columns[across])
+        count = size((*lead, target.rows, target.columns))
+        return Piece(target, lead, count, whole_units, None if everything else (..., *at))
 
     height, width = len(rows), len(columns)
     if not inner_rows or not inner_columns:

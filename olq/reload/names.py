@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from olq.errors import StateError
 from olq.methods.state import FORMAT_SUFFIX, find_state
 from olq.reload import online
+from olq.reload.declarations import declared
 from olq.reload.ledger import storage_key
 from olq.reload.progress import Outside, PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
@@ -203,17 +204,21 @@ def _add_plain(model: nn.Module, names: Names, scope: Scope, shadow: str | None)
     tensors: list[tuple[str, Tensor, bool]] = [
         (name, p, True) for name, p in model.named_parameters(remove_duplicate=False)
     ]
-    persistent = _persistent_buffers(model)
+    persistent, derived = _persistent_buffers(model), declared(model)
     unwritten = {_join(prefix, name) for prefix, found in notes(model, UNWRITTEN) for name in found}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
             garbage = name in unwritten and not buffer.is_inference() and not buffer._version
             tensors.append((name, buffer, garbage))
-        elif buffer.device.type == "meta":
+        elif buffer.device.type == "meta" and name not in derived:
             raise _lost_buffer(name)
     for name, tensor, required in tensors:
         if name in names.routes or name in names.outside:
             continue
+        if name in derived:  # computed at the commit; a saved model may bring it, nobody has to
+            if tensor.device.type == "meta":
+                continue
+            required = False
         if not scope.covers(name):
             _leave(names, name, tensor)
             if not _is_tag(name, names.stale):

@@ -148,8 +148,8 @@ class PlainParameter(Progress):
         return self.twin
 
     def put(self, box: Box, source: Tensor) -> None:
-        """Write values whose arrival has been claimed."""
-        with self._lock, torch.no_grad():
+        """Write values whose arrival has been claimed. Grad mode is off."""
+        with self._lock:
             self.memory[slices(box)].copy_(source)
 
     def arrive(self, box: Box, name: str) -> None:

@@ -108,7 +108,7 @@ class QuantizedWeight(Progress):
         self._unstage(box)
 
     def put(self, pieces: Sequence[Piece], source: Tensor, name: str, stored: Stored) -> None:
-        """Quantize or stage an arrival that has been claimed.
+        """Quantize or stage an arrival that has been claimed. Grad mode is off.
 
         Args:
             pieces: the arrival, as `cut`.
@@ -119,7 +119,7 @@ class QuantizedWeight(Progress):
         Raises:
             NonFiniteError: see `arrive`. The caller takes the claim back.
         """
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._check_whole(name)
             self.prepare_tensors()
             for piece in pieces:
@@ -217,12 +217,13 @@ class QuantizedWeight(Progress):
     def _take(self, piece: Piece, source: Tensor, name: str, stored: Stored) -> None:
         """Quantize or stage one piece of an arrival."""
         if piece.index is not None:
-            source = source[..., piece.index[0], piece.index[1]]
+            source = source[piece.index]
         if piece.whole_units:
             self._quantize(piece.target, source, name)
             self.direct_elements += piece.elements
         else:
-            self._stage(piece.lead, piece.part, piece.rows, piece.columns, source, name, stored)
+            at = piece.target
+            self._stage(piece.lead, at.part, at.rows, at.columns, source, name, stored)
 
     def _stage(
         self, lead: Box, part: int, rows: range, columns: range, source: Tensor, name: str, stored: Stored

@@ -12,8 +12,8 @@ and runs its loader every time; so does a tensor of another signature.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -181,7 +181,8 @@ class Replay:
         if self._stable:
             self._queue.append(queued)
         else:
-            self._write(queued)
+            with _undisturbed():
+                self._write(queued)
         return True
 
     def flush(self) -> None:
@@ -191,8 +192,9 @@ class Replay:
             NonFiniteError: a value is inf or NaN and its method refuses that. Its tensor has left the queue and may be
                 fed again; those behind it wait for the next flush.
         """
-        while self._queue:
-            self._write(self._queue.popleft())
+        with _undisturbed():
+            while self._queue:
+                self._write(self._queue.popleft())
 
     def drop(self) -> None:
         """Forget what is queued."""
@@ -231,20 +233,26 @@ class Replay:
 
     def _write(self, queued: _Queued) -> None:
         stored: Stored = []
-        counter = active_counter()
         try:
-            with nullcontext() if counter is None else counter.paused():
-                for progress, copy in queued.copies:
-                    source = copy.source(queued.tensor)
-                    if isinstance(progress, PlainParameter):
-                        progress.put(copy.box, source)
-                    elif isinstance(progress, QuantizedWeight):
-                        progress.put(copy.pieces, source, queued.name, stored)
+            for progress, copy in queued.copies:
+                source = copy.source(queued.tensor)
+                if isinstance(progress, QuantizedWeight):
+                    progress.put(copy.pieces, source, queued.name, stored)
+                elif isinstance(progress, PlainParameter):
+                    progress.put(copy.box, source)
         except BaseException:
             for progress, copy in queued.copies:
                 progress.retract(copy.box)
             note_lost(stored, queued.name)
             raise
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No grad, and no counter that takes olq's own writes for a loader's."""
+    counter = active_counter()
+    with torch.no_grad(), nullcontext() if counter is None else counter.paused():
+        yield
 
 
 def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:

@@ -222,3 +222,34 @@ def test_changes_are_counted_on_request_and_equal_a_comparison():
         again = olq.reload(model, weights, shadow=shadow, measure_changes=True)
         assert [(w.changed_code_bytes, w.changed_scales) for w in again.weights] == [(0, 0)] * 3
     assert olq.reload(live(), weights).weights[0].changed_code_bytes is None
+
+
+def test_hooks_see_the_old_weights_again_when_a_commit_is_taken_back():
+    model = live()
+    olq.after_load(model.a, lambda m: setattr(m, "largest", float(m.weight_scale.max())))
+    fail = [False]
+
+    def check(module: nn.Module) -> None:
+        if fail.pop():
+            raise ZeroDivisionError
+        fail.append(False)
+
+    olq.after_load(model.b, check, last=True)
+    olq.reload(model, state(Small()))
+    largest = model.a.largest
+    fail[:] = [False, True]
+    with pytest.raises(ZeroDivisionError):
+        olq.reload(model, {n: w * 4 for n, w in other().items()}, shadow="device")
+    assert model.a.largest == largest == float(model.a.weight_scale.max())
+    model(TOKENS)
+
+
+def test_nobody_has_to_load_a_derived_parameter():
+    model = live()
+    model.a.mirror = nn.Parameter(torch.empty(48, 32), requires_grad=False)
+    model.b.register_buffer("late", torch.empty(3, device="meta"), persistent=False)
+    olq.derive(model.a, "mirror", lambda m: olq.dequantize(m, dtype=torch.float32))
+    olq.derive(model.b, "late", lambda m: m.weight_scale[:3].flatten().clone())
+    olq.reload(model, other())
+    assert torch.equal(model.a.mirror, olq.dequantize(model.a, dtype=torch.float32))
+    assert torch.equal(model.b.late, model.b.weight_scale[:3].flatten())
