@@ -12,8 +12,7 @@ and runs its loader every time; so does a tensor of another signature.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -181,7 +180,7 @@ class Replay:
         if self._stable:
             self._queue.append(queued)
         else:
-            with _undisturbed():
+            with _Undisturbed():
                 self._write(queued)
         return True
 
@@ -192,7 +191,7 @@ class Replay:
             NonFiniteError: a value is inf or NaN and its method refuses that. Its tensor has left the queue and may be
                 fed again; those behind it wait for the next flush.
         """
-        with _undisturbed():
+        with _Undisturbed():
             while self._queue:
                 self._write(self._queue.popleft())
 
@@ -247,12 +246,23 @@ class Replay:
             raise
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No grad, and no counter that takes olq's own writes for a loader's."""
-    counter = active_counter()
-    with torch.no_grad(), nullcontext() if counter is None else counter.paused():
-        yield
+class _Undisturbed:
+    """No grad, and no counter that takes olq's own writes for a loader's. A generator would cost twice as much."""
+
+    __slots__ = ("_grad", "_paused")
+
+    def __enter__(self) -> None:
+        counter = active_counter()
+        self._paused = None if counter is None else counter.paused()
+        if self._paused is not None:
+            self._paused.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_grad_enabled(self._grad)
+        if self._paused is not None:
+            self._paused.__exit__(None, None, None)
 
 
 def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:
