@@ -14,7 +14,7 @@ from olq.reload.accounting import missing_error
 from olq.reload.callbacks import run_callbacks
 from olq.reload.commit import go_live, layers_of
 from olq.reload.names import Names
-from olq.reload.reporting import build_report
+from olq.reload.reporting import KEPT, build_report
 from olq.reload.session import LoadOptions, Session
 from olq.reload.sources import Weights
 from olq.report import Report
@@ -58,7 +58,8 @@ def reload(model: nn.Module, weights: Weights, **options: Unpack[LoadOptions]) -
     Raises:
         StateError: the model is not live.
     """
-    _need_live(model, "reload")
+    if layers_of(model) or not _keeps_everything(model):
+        _need_live(model, "reload")
     return load(model, weights, **options)
 
 
@@ -219,6 +220,11 @@ def _relabel(state: LayerState, name: str) -> None:
     for progress in state.open.progress():
         leaf = progress.label.rpartition(".")[2]
         progress.label = f"{name}.{leaf}" if name else leaf
+
+
+def _keeps_everything(model: nn.Module) -> bool:
+    """Whether a model's methods leave all of its weights as they are: it is always live."""
+    return KEPT in model.__dict__ or any("quant_method" in vars(module) for module in model.modules())
 
 
 def _need_live(model: nn.Module, call: str) -> None:

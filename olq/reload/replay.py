@@ -41,6 +41,7 @@ class Copy:
 
     Args:
         label: the parameter.
+        shape: of the parameter.
         box: its elements.
         product: `masks(box)`.
         view: (size, strides, offset) of the source relative to the fed tensor; None is all of it.
@@ -48,6 +49,7 @@ class Copy:
     """
 
     label: str
+    shape: torch.Size
     box: Box
     product: Masks
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -225,7 +227,9 @@ class Replay:
     def _resolve(self, key: Key, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
         found = [(self._progress.get(copy.label), copy) for copy in plan.copies]
-        fits = all(one is not None and not one.followers for one, _ in found)
+        fits = all(
+            one is not None and not one.followers and one.parameter.shape == copy.shape for one, copy in found
+        )
         resolved = tuple((cast("Progress", one), copy) for one, copy in found) if fits else ()
         self._resolved[key] = resolved
         return resolved
@@ -274,7 +278,7 @@ def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:
     ):
         view = tuple(source.shape), source.stride(), int(source.storage_offset() - tensor.storage_offset())
     pieces = tuple(cut(progress.plan, box)) if isinstance(progress, QuantizedWeight) else ()
-    return Copy(progress.label, box, masks(box), view, pieces)
+    return Copy(progress.label, progress.parameter.shape, box, masks(box), view, pieces)
 
 
 def _key(name: str, loader_args: tuple[Any, ...]) -> Key:

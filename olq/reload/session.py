@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack, cast
 from torch import Tensor, nn
 
 from olq import patterns
-from olq.errors import ConfigError, StateError
+from olq.errors import ConfigError, LoaderError, StateError
 from olq.methods.state import FORMAT_SUFFIX
 from olq.reload import commit, online
 from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
@@ -414,9 +414,9 @@ class Session:
         """Parameters with memory of their own that somebody gave other memory: copy back, keep the address."""
         for progress in self.names.progress:
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
-                progress.overwrite(progress.put_back(self._ledger.alias(progress)))
                 if not progress.coverage.count:
-                    progress.arrive(whole(progress.coverage.shape), "parameter.data = ...")
+                    raise _moved_error(progress.label)
+                progress.overwrite(progress.put_back(self._ledger.alias(progress)))
 
     def _need(self, state: str, call: str) -> None:
         if self._state != state:
@@ -439,6 +439,16 @@ def check_tags(weights: Mapping[str, Any], names: Names) -> None:
 
 def _packed(tensor: Tensor) -> bool:
     return not tensor.is_floating_point()
+
+
+def _moved_error(label: str) -> LoaderError:
+    return LoaderError(
+        "A parameter got other memory during a load, and nothing arrived for it.",
+        where=label,
+        found="parameter.data = ... outside every loader, or to_empty()",
+        need="values that come through a loader, feed or load, so that they can be told from uninitialised memory",
+        remedy="feed the parameter, or assign its data inside its weight_loader",
+    )
 
 
 def _check_choice(options: Mapping[str, Any], name: str, allowed: tuple[str | None, ...]) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import olq
-from olq.errors import LayoutError, NonFiniteError, StateError
+from olq.errors import LayoutError, LoaderError, NonFiniteError, StateError
 from olq.methods.state import find_state
 from reload.small_models import TOKENS, Small, as_bytes, fresh, live, places, state
 
@@ -177,3 +177,33 @@ def test_dequantize_says_what_it_needs():
     with pytest.raises(LayoutError, match="found:  quantized weights: none"):
         olq.dequantize(nn.Linear(2, 2))
     assert olq.dequantize(live().a).dtype == torch.bfloat16
+
+
+def test_a_model_that_keeps_everything_is_reloaded_like_any_other():
+    """The bf16 baseline of a comparison runs through the same calls."""
+    model = olq.prepare(Small(), olq.QuantConfig(method="keep"))
+    at, weights = places(model), state(Small())
+    report = olq.reload(model, weights)
+    assert report.weights == []
+    assert as_bytes(model) == as_bytes_of(weights)
+    assert places(model) == at
+
+
+def as_bytes_of(weights):
+    """A checkpoint as bytes."""
+    return {name: bytes(t.contiguous().flatten().view(torch.uint8).tolist()) for name, t in weights.items()}
+
+
+def test_memory_that_changed_hands_outside_a_loader_is_no_arrival():
+    model, weights = live(), state(Small())
+    with pytest.raises(LoaderError, match=r"got other memory during a load[\s\S]*a\.bias"):
+        load_without_bias_after_to_empty(model, weights)
+
+
+def load_without_bias_after_to_empty(model, weights):
+    """Everything but a.bias, whose memory is uninitialised by now."""
+    with olq.session(model) as session:
+        model.to_empty(device="cpu")
+        for name, tensor in weights.items():
+            if name != "a.bias":
+                session.feed(name, tensor)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import olq
-from olq.errors import CoverageError, NonFiniteError, StateError
+from olq.errors import CoverageError, NonFiniteError, SourceError, StateError
 from reload.engine_layers import OneWeight, bytes_of, stored_bytes, weight, whole_bytes
 from reload.plans import METHODS, method_id, partitions
 from reload.small_models import Small, as_bytes, fresh, live, places, state
@@ -404,3 +404,12 @@ def test_bytes_of_plain_parameters_are_replayed_too():
     for seed in (1, 2):
         olq.load(model, iter(sources(seed).items()))
     assert bytes_of(model.norm) == bytes_of(sources(2)["norm"])
+
+
+def test_a_parameter_whose_memory_was_taken_away_is_refused_by_name():
+    """Not by what a recorded copy would raise."""
+    model, weights = live(), state(Small())
+    olq.reload(model, weights)
+    model.a.bias.data = torch.empty(0, dtype=torch.bfloat16)
+    with pytest.raises(SourceError, match=r"a\.bias"):
+        olq.reload(model, weights)
