@@ -75,6 +75,8 @@ class LayerLoad:
         self.plains: dict[str, PlainParameter] = {}
         #: Kernel tensors that arrived as such, with a saved model.
         self.restored: set[str] = set()
+        #: Weights that are complete by that.
+        self.whole: set[str] = set()
         #: Parameters that were registered after the load began: their loader may have run unseen.
         self.late: list[Progress] = []
         self.ledger = Ledger(self.weights.values())
@@ -367,9 +369,10 @@ def finish_restored(load: LayerLoad, label: str) -> str | None:
         if there and len(there) < len(names):
             missing = ", ".join(_join(label, n) for n in names if n not in load.restored)
             return f"{missing} (the other tensors of this saved weight are there)"
-        if there:
+        if there and name not in load.whole:
             weight.check_new(whole(weight.parameter.shape), "a saved quantized weight")
             weight.coverage.add(whole(weight.parameter.shape), "saved")
+            load.whole.add(name)
     return None
 
 

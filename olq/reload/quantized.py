@@ -170,6 +170,11 @@ class QuantizedWeight(Progress):
             }
         return self._live
 
+    @property
+    def made(self) -> bool:
+        """Whether this load has kernel tensors of its own, beside the live ones or before there were any."""
+        return self._made
+
     def replace_tensor(self, suffix: str, tensor: Tensor) -> None:
         """Use other memory for a kernel tensor; it holds the bytes already."""
         self._live = {**self.tensors, suffix: tensor}

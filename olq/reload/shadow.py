@@ -30,7 +30,7 @@ class Shadow:
         for layer in layers:
             state = cast("LayerState", find_state(layer))
             for name, weight in state.open.weights.items():
-                if weight.touched:
+                if weight.made:
                     self._pairs += [
                         (state.kernel[name + suffix], weight.tensors[suffix])
                         for suffix in weight.plan.tensors
