@@ -43,7 +43,8 @@ def run(method: str, loop: Loop, steps: int) -> list[Step]:
     print(
         f"{method}: KL(rollout, trainer) {fmean(step.update.kl for step in done):.5f} nats a token on average"
     )
-    print(f"{method}: {median(step.reload_ms for step in done):.1f} ms a reload (median)")
+    reloads = [step.reload_ms for step in done]
+    print(f"{method}: {median(reloads):.1f} ms a reload (median), {min(reloads):.1f} ms the fastest")
     print(f"{method}: addresses changed: {len(moved)} of {len(loop.addresses)} tensors")
     print(f"{method}: {time.perf_counter() - start:.0f} seconds for {steps} steps\n", flush=True)
     if moved:
