@@ -45,8 +45,6 @@ class RolloutEngine:
 
     def __init__(self, folder: Path, method: str) -> None:
         self.model, self.report = load_model(folder, olq.QuantConfig(method=method))
-        # `reload` is `load` that insists on a model with live quantized layers, and `keep` has none.
-        self._reload = olq.load if method == "keep" else olq.reload
 
     def reload(self, weights: Iterable[tuple[str, Tensor]]) -> olq.Report:
         """Quantize the trainer's weights straight into the tensors that the engine computes with.
@@ -54,7 +52,7 @@ class RolloutEngine:
         Args:
             weights: (checkpoint name, full-precision tensor), all of the model's, in any order.
         """
-        self.report = self._reload(self.model, weights)
+        self.report = olq.reload(self.model, weights)
         return self.report
 
     def addresses(self) -> dict[str, int]:
