@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from olq import kernels
 from olq.errors import LayoutError
 from olq.formats import SCALE_LAYOUTS
 from olq.numerics.source import SOURCE_DTYPES
@@ -25,7 +26,7 @@ TAIL = "ScalarType? through=None, bool saturate=False"
 
 
 def operator(
-    arguments: str, check: _Check, *, fake: _Function | None = None
+    arguments: str, check: _Check, *, fake: _Function | None = None, kernel: bool = False
 ) -> Callable[[_Function], _Function]:
     """Declare `olq::<function name>`: the function on CPU and CUDA, behind `check`.
 
@@ -35,6 +36,8 @@ def operator(
             guard.
         fake: None for an operator that writes into its arguments, which for tensors without memory does
             nothing; or the function that makes such tensors as the operator returns, (codes, scale).
+        kernel: olq.kernels may have a kernel for it. On CUDA tensors the function is then only for the calls that
+            `olq.kernels.path` says it is for.
     """
 
     def declare(function: _Function) -> _Function:
@@ -45,14 +48,23 @@ def operator(
             with torch.no_grad():
                 return function(*args, **kwargs)
 
+        def by_kernel(*args: object, **kwargs: object) -> object:
+            # What was launched before needs no check: checks look at nothing that a replay's signature leaves out.
+            if kwargs or not kernels.replay(name, args):
+                check(*args, **kwargs)
+                if kwargs or not kernels.launch(name, args):
+                    with torch.no_grad():
+                        return function(*args, **kwargs)
+            return None
+
         def checked_fake(*args: object, **kwargs: object) -> object:
             check(*args, **kwargs)
             return fake(*args, **kwargs) if fake else None
 
         returns = "(Tensor, Tensor)" if fake else "()"
         _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-        for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, checked, device)
+        _LIBRARY.impl(name, checked, "CPU")
+        _LIBRARY.impl(name, by_kernel if kernel else checked, "CUDA")
         torch.library.register_fake(f"olq::{name}", checked_fake, lib=_LIBRARY)
         return function
 

@@ -1,4 +1,5 @@
-"""Operators for weights: schemas, shape rules and the device table. No arithmetic.
+"""Operators for weights: schemas, shape rules and the device table. No arithmetic. On CUDA: olq.kernels, where
+`olq.kernels.path` says so.
 
 Meaning of every argument: the function of the same name in olq.numerics and docs/formats/.
 """
@@ -48,6 +49,7 @@ def _check_quantize_fp8(
 @operator(
     f"Tensor source, Tensor(a!) codes, Tensor(b!) scale, {BLOCK}, bool power_of_two, {TAIL}",
     _check_quantize_fp8,
+    kernel=True,
 )
 def quantize_fp8_(
     source: Tensor,
@@ -86,7 +88,9 @@ def _check_quantize_mxfp8(
 
 
 @operator(
-    f"Tensor source, Tensor(a!) codes, Tensor(b!) scale, str rule, {PLACE}, {TAIL}", _check_quantize_mxfp8
+    f"Tensor source, Tensor(a!) codes, Tensor(b!) scale, str rule, {PLACE}, {TAIL}",
+    _check_quantize_mxfp8,
+    kernel=True,
 )
 def quantize_mxfp8_(
     source: Tensor,
@@ -114,7 +118,7 @@ def _check_nvfp4_tensor_scale(
     check_shape(name, "scale_2", scale_2, lead)
 
 
-@operator(f"Tensor source, Tensor(a!) scale_2, {TAIL}", _check_nvfp4_tensor_scale)
+@operator(f"Tensor source, Tensor(a!) scale_2, {TAIL}", _check_nvfp4_tensor_scale, kernel=True)
 def nvfp4_tensor_scale_(
     source: Tensor, scale_2: Tensor, through: torch.dtype | None = None, saturate: bool = False
 ) -> None:
@@ -147,6 +151,7 @@ def _check_quantize_nvfp4(
 @operator(
     f"Tensor source, Tensor(a!) codes, Tensor(b!) scale, Tensor scale_2, {PLACE}, {TAIL}",
     _check_quantize_nvfp4,
+    kernel=True,
 )
 def quantize_nvfp4_(
     source: Tensor,
@@ -179,7 +184,7 @@ def _check_dequantize_fp8(
     check_same_device(name, codes=codes, scale=scale, out=out)
 
 
-@operator(f"Tensor codes, Tensor scale, Tensor(a!) out, {BLOCK}", _check_dequantize_fp8)
+@operator(f"Tensor codes, Tensor scale, Tensor(a!) out, {BLOCK}", _check_dequantize_fp8, kernel=True)
 def dequantize_fp8_(codes: Tensor, scale: Tensor, out: Tensor, block_rows: int, block_columns: int) -> None:
     """See `olq.numerics.fp8.dequantize_`."""
     fp8.dequantize_(codes, scale, out, (block_rows, block_columns))
@@ -197,7 +202,7 @@ def _check_dequantize_mxfp8(
     check_same_device(name, codes=codes, scale=scale, out=out)
 
 
-@operator(f"Tensor codes, Tensor scale, Tensor(a!) out, {PLACE}", _check_dequantize_mxfp8)
+@operator(f"Tensor codes, Tensor scale, Tensor(a!) out, {PLACE}", _check_dequantize_mxfp8, kernel=True)
 def dequantize_mxfp8_(
     codes: Tensor, scale: Tensor, out: Tensor, scale_layout: str, row: int, row_step: int, column: int
 ) -> None:
@@ -226,7 +231,11 @@ def _check_dequantize_nvfp4(
     check_same_device(name, codes=codes, scale=scale, scale_2=scale_2, out=out)
 
 
-@operator(f"Tensor codes, Tensor scale, Tensor scale_2, Tensor(a!) out, {PLACE}", _check_dequantize_nvfp4)
+@operator(
+    f"Tensor codes, Tensor scale, Tensor scale_2, Tensor(a!) out, {PLACE}",
+    _check_dequantize_nvfp4,
+    kernel=True,
+)
 def dequantize_nvfp4_(
     codes: Tensor,
     scale: Tensor,

@@ -1,0 +1,62 @@
+"""Triton kernels behind the operators for weights, and which path a call takes. Importing this loads no triton.
+
+On CUDA tensors an operator first asks `replay`, which repeats a launch that was made before for tensors like these;
+then, after its checks, `launch`; what neither takes goes to olq.numerics. Nothing is decided in silence: `path` says
+of any call which way it goes and why, `table` prints the rules.
+
+plans      arguments to launches: which kernel, which tile, or the reason why there is none. Integers only
+tiles      the sizes of tiles, tuned on an H200
+launching  compile, launch, and launch again without Triton's Python
+rounding, memory                 device functions: arithmetic; reading and writing tiles
+fp8, blockscaled, tensor, decode kernels
+
+No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
+Bytes equal olq.numerics on every input; kernels add no memory but a few KB for the maxima of a whole matrix.
+"""
+
+from dataclasses import dataclass
+
+from olq.kernels import plans
+from olq.kernels.launching import launch, replay, unavailable
+
+__all__ = ["Path", "launch", "path", "replay", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Which way one call goes.
+
+    Args:
+        operator: its name, as in `torch.ops.olq`.
+        kernels: of olq.kernels, in the order of their launches; empty for the reference.
+        reason: why the reference; empty for kernels.
+    """
+
+    operator: str
+    kernels: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        if self.kernels:
+            return f"{self.operator}: {', then '.join(self.kernels)}"
+        return f"{self.operator}: olq.numerics, because {self.reason}"
+
+
+def path(operator: str, *args: object) -> Path:
+    """Say which way `torch.ops.olq.<operator>(*args)` goes, without going it.
+
+    Args:
+        operator: a name in `olq.ops`.
+        args: the operator's arguments. Tensors are only looked at, never read.
+    """
+    reason = unavailable(args)
+    plan = reason or plans.plan(operator, args)
+    if isinstance(plan, str):
+        return Path(operator, (), plan)
+    return Path(operator, tuple(launch.kernel for launch in plan.launches), "")
+
+
+def table() -> str:
+    """The rules that `path` follows, a line each."""
+    width = max(len(name) for name, _, _ in plans.TABLE)
+    return "\n".join(f"{name:{width}}  {case:54}  {kernel}" for name, case, kernel in plans.TABLE)

@@ -1,0 +1,165 @@
+"""Compile and launch what `plans` decided; launch it again with as little Python as Triton allows.
+
+A launch through Triton's own front costs tens of microseconds of Python, more than some kernels run. What a launch
+needs follows from the arguments' dtypes, shapes, strides, devices and alignment: it is kept under that signature,
+and a later call of the same signature hands its addresses to the compiled kernel. The operator's checks look at
+nothing else, so they need not be repeated either.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from olq.kernels import plans
+from olq.kernels.shapes import Launch, Plan
+
+_KNOWN_TRITON = ("3.6.",)
+"""Releases whose compiled kernels can be called as `_Ready.run` does; others go through Triton's front each time."""
+
+_LIMIT = 4096
+_READY: dict[tuple[object, ...], tuple["_Ready", ...]] = {}
+_SCRATCH: dict[tuple[object, ...], int] = {}
+
+
+class _Ready:
+    """One launch, all but its addresses.
+
+    Args:
+        kernel: as Triton compiled it.
+        launch: what was launched.
+    """
+
+    __slots__ = ("function", "grid", "metadata", "operands", "run", "tail")
+
+    def __init__(self, kernel: Any, launch: Launch) -> None:
+        self.run, self.function, self.metadata = kernel.run, kernel.function, kernel.packed_metadata
+        self.grid, self.operands = launch.grid, launch.operands
+        self.tail = (*launch.numbers, *launch.constants.values(), None)  # HARDWARE; constants go by unread
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(args: Sequence[object]) -> str | None:
+    """Why no kernel can run for these tensors, whatever their shapes; None if one can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    devices = {a.device for a in args if isinstance(a, Tensor)}
+    if len(devices) > 1:
+        return f"the tensors are on {' and '.join(sorted(map(str, devices)))}"
+    device = devices.pop()
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "the GPU's compute capability is below 8.0"
+        return None
+    return None if device.type == "cpu" and interpreted() else f"the tensors are on {device}"
+
+
+def replay(operator: str, args: Sequence[object]) -> bool:
+    """Launch again what `launch` launched for arguments of the same signature; False if it never did."""
+    key = _signature(operator, args)
+    ready = _READY.get(key)
+    if ready is None:
+        return False
+    device = key[1][0]  # pyright: ignore[reportIndexIssue]
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _again(ready, _SCRATCH[key], args, device)
+    else:
+        _again(ready, _SCRATCH[key], args, device)
+    return True
+
+
+def launch(operator: str, args: Sequence[object]) -> bool:
+    """Compile if need be, and launch on the current stream; False if there is no kernel for these arguments."""
+    if unavailable(args):
+        return False
+    plan = plans.plan(operator, args)
+    if isinstance(plan, str):
+        return False
+    first = next(a for a in args if isinstance(a, Tensor))
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            _first(operator, plan, args, first.device)
+    else:
+        _first(operator, plan, args, first.device)
+    return True
+
+
+def _signature(operator: str, args: Sequence[object]) -> tuple[object, ...]:
+    return (
+        operator,
+        *[
+            (a.get_device(), a.dtype, a.shape, a.stride(), a.data_ptr() & 15) if isinstance(a, Tensor) else a
+            for a in args
+        ],
+    )
+
+
+def _again(ready: tuple[_Ready, ...], scratch: int, args: Sequence[object], device: int) -> None:
+    tensors = [a.data_ptr() for a in args if isinstance(a, Tensor)]
+    if scratch:
+        partial = torch.empty(scratch, dtype=torch.float32, device=device)
+        tensors.append(partial.data_ptr())
+    stream = _stream_of()(device)
+    for one in ready:
+        pointers = [tensors[i] for i in one.operands]
+        one.run(*one.grid, stream, one.function, one.metadata, None, None, None, *pointers, *one.tail)
+
+
+def _first(operator: str, plan: Plan, args: Sequence[object], device: torch.device) -> None:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if plan.scratch:
+        tensors.append(torch.empty(plan.scratch, dtype=torch.float32, device=device))
+    ready = []
+    for one in plan.launches:
+        kernel = _kernel(one.kernel)[one.grid](
+            *(tensors[i].detach() for i in one.operands),
+            *one.numbers,
+            **one.constants,
+            HARDWARE=_hardware(device),
+            num_warps=one.warps,
+            enable_fp_fusion=False,
+        )
+        ready.append((kernel, one))
+    if device.type == "cuda" and _known():
+        if len(_READY) >= _LIMIT:
+            _READY.clear()
+            _SCRATCH.clear()
+        key = _signature(operator, args)
+        _SCRATCH[key] = plan.scratch
+        _READY[key] = tuple(_Ready(kernel, one) for kernel, one in ready)
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"olq.kernels.{module}"), function)
+
+
+@functools.cache
+def _hardware(device: torch.device) -> bool:
+    """Whether `rounding` may use the GPU's own conversions."""
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+@functools.cache
+def _known() -> bool:
+    return importlib.import_module("triton").__version__.startswith(_KNOWN_TRITON)
+
+
+@functools.cache
+def _stream_of() -> Callable[[int], int]:
+    return importlib.import_module("triton.runtime.driver").driver.active.get_current_stream

@@ -1,0 +1,45 @@
+"""From an operator's arguments to kernel launches, or to the reason why there is no kernel. Integers only."""
+
+from collections.abc import Callable, Sequence
+
+from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
+from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
+from olq.kernels.plan_fp8 import quantize_fp8
+from olq.kernels.shapes import GRID, Plan
+
+_PLANS: dict[str, Callable[..., Plan | str]] = {
+    "quantize_fp8_": quantize_fp8,
+    "quantize_mxfp8_": quantize_mxfp8,
+    "nvfp4_tensor_scale_": nvfp4_tensor_scale,
+    "quantize_nvfp4_": quantize_nvfp4,
+    "dequantize_fp8_": dequantize_fp8,
+    "dequantize_mxfp8_": dequantize_mxfp8,
+    "dequantize_nvfp4_": dequantize_nvfp4,
+}
+
+TABLE = (
+    ("quantize_fp8_", "unit 1 x k (channel, token)", "fp8.quantize_rows"),
+    ("quantize_fp8_", "unit 1 x g, g a power of two from 16 to 4096", "fp8.quantize_groups"),
+    ("quantize_fp8_", "unit of up to 16384 elements (128 x 128)", "fp8.quantize_blocks"),
+    ("quantize_fp8_", "unit n x k (tensor)", "tensor.amax_partials, tensor.quantize_tensor"),
+    ("quantize_fp8_", "any other unit", "olq.numerics"),
+    ("quantize_mxfp8_", "any rule, linear or swizzled", "blockscaled.quantize_mxfp8"),
+    ("nvfp4_tensor_scale_", "any", "tensor.amax_partials, tensor.nvfp4_scale"),
+    ("quantize_nvfp4_", "linear or swizzled", "blockscaled.quantize_nvfp4"),
+    ("dequantize_fp8_", "any unit", "decode.dequantize_fp8"),
+    ("dequantize_mxfp8_", "linear or swizzled", "decode.dequantize_mxfp8"),
+    ("dequantize_nvfp4_", "linear or swizzled", "decode.dequantize_nvfp4"),
+    ("any", "no elements; tensors on two devices or on a CPU; no triton", "olq.numerics"),
+    ("any", "leading dimensions that strides don't merge into one", "olq.numerics"),
+)
+"""(operator, case, kernels): what `plan` decides, in words; for sources of any strides and of every dtype."""
+
+
+def plan(operator: str, args: Sequence[object]) -> Plan | str:
+    """The launches for one call that has passed the operator's checks, or why there are none."""
+    if operator not in _PLANS:
+        return "no kernel is written for it"
+    found = _PLANS[operator](*args)
+    if isinstance(found, Plan) and any(one.grid[1] > GRID for one in found.launches):
+        return f"a column is more than {GRID} units long"
+    return found

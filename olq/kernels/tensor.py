@@ -1,0 +1,127 @@
+"""Kernels for scales of a whole matrix: largest magnitudes, what follows from them, FP8 codes. Imports triton.
+
+Two sweeps. The first leaves one magnitude a program in `partial`, [matrices, programs], a few KB; every program of the
+second reduces these by itself, so that there is neither an atomic nor memory that has to be cleared. The second
+sweep starts where the first ended, at what the cache still holds. LINE: all tiles are in one row, as if dense.
+"""
+
+import triton
+import triton.language as tl
+
+from olq.kernels.memory import offsets, read, write
+from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_scale
+
+
+@triton.jit
+def amax_partials(
+    source,
+    partial,
+    n,
+    k,
+    across,
+    tiles,
+    source_batch,
+    source_row,
+    source_column,
+    THROUGH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE: tl.constexpr,
+    FULL: tl.constexpr,
+    WIDE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """partial[matrix, program] = largest magnitude in the tiles that the program walked; every one is written."""
+    batch = tl.program_id(2).to(tl.int64)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    source += batch * source_batch
+    local = offsets(rows, columns, source_row, source_column, WIDE)
+    running = tl.zeros((ROWS, COLUMNS), tl.float32)
+    tile = program
+    while tile < tiles:  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
+        down = 0 if LINE else tile // across
+        first_row = tl.cast(down, tl.int64) * ROWS
+        first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
+        mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
+        from_ = source + (first_row * source_row + first_column * source_column) + local
+        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE)
+        running = larger(running, tl.abs(x), HARDWARE)
+        tile += programs
+    amax = largest(largest(running, 1, HARDWARE)[None, :], 1, HARDWARE)
+    tl.store(partial + batch * programs + program + tl.arange(0, 1), amax)
+
+
+@triton.jit
+def _reduce(partial, count, COUNT: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    return largest(tl.load(partial + at, mask=at < count, other=0.0)[None, :], 1, HARDWARE)
+
+
+@triton.jit
+def nvfp4_scale(partial, scale_2, count, scale_batch, COUNT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Write s2 of each matrix from its `count` magnitudes."""
+    batch = tl.program_id(2).to(tl.int64)
+    amax = _reduce(partial + batch * count, count, COUNT, HARDWARE)
+    tl.store(scale_2 + batch * scale_batch + tl.arange(0, 1), nvfp4_tensor_scale(amax))
+
+
+@triton.jit
+def quantize_tensor(
+    source,
+    codes,
+    scale,
+    partial,
+    n,
+    k,
+    across,
+    tiles,
+    count,
+    source_batch,
+    source_row,
+    source_column,
+    codes_batch,
+    codes_row,
+    codes_column,
+    scale_batch,
+    POWER: tl.constexpr,
+    THROUGH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE: tl.constexpr,
+    FULL: tl.constexpr,
+    WIDE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """FP8 codes with one scale a matrix, after `amax_partials` with `count` programs."""
+    batch = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    amax = _reduce(partial + batch * count, count, COUNT, HARDWARE)
+    unit_scale, factor = fp8_scale(amax, POWER, HARDWARE)
+    if program == 0:
+        tl.store(scale + batch * scale_batch + tl.arange(0, 1), unit_scale)
+    good = (factor != 0.0)[:, None]
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    source += batch * source_batch
+    codes += batch * codes_batch
+    local_from = offsets(rows, columns, source_row, source_column, WIDE)
+    local_to = offsets(rows, columns, codes_row, codes_column, WIDE)
+    tile = tiles - 1 - program
+    while tile >= 0:
+        down = 0 if LINE else tile // across
+        first_row = tl.cast(down, tl.int64) * ROWS
+        first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
+        mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
+        from_ = source + (first_row * source_row + first_column * source_column) + local_from
+        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE)
+        y = tl.where(good, x * factor[:, None], 0.0)
+        to = codes + (first_row * codes_row + first_column * codes_column) + local_to
+        write(to, e4m3(y, HARDWARE), mask, FULL)
+        tile -= programs
