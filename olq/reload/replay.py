@@ -14,18 +14,23 @@ and runs its loader every time; so does a tensor of another signature.
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from olq.errors import CoverageError
+from olq.methods.base import WeightPlan
 from olq.reload.counter import active_counter
 from olq.reload.cutting import Piece, cut
 from olq.reload.ledger import storage_key
+from olq.reload.online import WrappedLoader
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
 from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Box, Masks, intersect, masks, whole
 from olq.reload.trace import Trace
+from olq.reload.views import overlaps_itself, resolve, span
 
 #: Attribute of a model that holds its `Plans`.
 PLANS = "quant_plans"
@@ -33,6 +38,8 @@ PLANS = "quant_plans"
 #: Says what else than name, shard and tensor a loader of this name looks at.
 PlanKey = Callable[[str], Hashable]
 Key = str | tuple[Any, ...]
+#: Types of shard ids: what never changes, and equals itself only.
+_SHARDS = frozenset({str, int, float, bool, bytes, type(None), torch.dtype})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Copy:
     Args:
         label: the parameter.
         shape: of the parameter.
+        made_for: how it is stored and the loader it has: a layer of the same name with others takes no such plan.
         box: its elements.
         product: `masks(box)`.
         view: (size, strides, offset) of the source relative to the fed tensor; None is all of it.
@@ -50,10 +58,20 @@ class Copy:
 
     label: str
     shape: torch.Size
+    made_for: tuple[WeightPlan | None, Any]
     box: Box
     product: Masks
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
     pieces: tuple[Piece, ...]
+
+    def fits(self, progress: Progress | None) -> bool:
+        """Whether this is the parameter that the copy was recorded for, or its like."""
+        return (
+            progress is not None
+            and not progress.followers
+            and progress.parameter.shape == self.shape
+            and _made_for(progress) == self.made_for
+        )
 
     def source(self, tensor: Tensor) -> Tensor:
         """The copy's source in a fed tensor."""
@@ -151,17 +169,17 @@ class Replay:
         """Do with a tensor what was done the first time.
 
         Returns:
-            False if there is no plan that fits; nothing has happened then.
+            False if there is no plan that fits, or if its elements have arrived: its loader has to say what that means.
+            Nothing has happened then.
 
         Raises:
-            CoverageError: elements arrived twice.
             NonFiniteError: without stable sources, a value is inf or NaN and its method refuses that.
         """
         key = _key(name, loader_args)
-        plan = self._plans.get(key)
-        if plan is None or not plan.fits(tensor):
+        plan = self._plans.get(key) if key is not None else None
+        if plan is None or key is None or not plan.fits(tensor):
             return False
-        if self._plan_key is not None and self._plan_key(name) != plan.key:
+        if plan.key != (self._plan_key(name) if self._plan_key is not None else None):
             return False
         copies = self._resolved.get(key)
         if copies is None:
@@ -173,13 +191,13 @@ class Replay:
             for progress, copy in copies:
                 progress.claim(copy.box, copy.product, name)
                 claimed += 1
-        except BaseException:
+        except CoverageError:
             for progress, copy in copies[:claimed]:
                 progress.retract(copy.box)
-            raise
+            return False
         queued = _Queued(name, tensor, copies)
-        self.count += 1
-        if self._stable:
+        # A loader may read or transform what has memory: only what nobody sees before the commit can wait.
+        if self._stable and not any(isinstance(progress, PlainParameter) for progress, _ in copies):
             self._queue.append(queued)
         else:
             with _Undisturbed():
@@ -194,8 +212,14 @@ class Replay:
                 fed again; those behind it wait for the next flush.
         """
         with _Undisturbed():
-            while self._queue:
-                self._write(self._queue.popleft())
+            while (queued := self._next()) is not None:
+                self._write(queued)
+
+    def _next(self) -> _Queued | None:
+        try:
+            return self._queue.popleft()
+        except IndexError:  # another thread may have taken the last one
+            return None
 
     def drop(self) -> None:
         """Forget what is queued."""
@@ -203,20 +227,21 @@ class Replay:
 
     def record(self, name: str, loader_args: tuple[Any, ...], tensor: Tensor, trace: Trace) -> None:
         """Make a plan of what a loader did with a tensor, if that can be repeated."""
-        if trace.computed or not trace.arrivals:
+        shard = _key(name, loader_args)
+        if trace.computed or not trace.arrivals or shard is None:
             return
         copies: list[Copy] = []
         for progress, box, source in trace.arrivals:
-            if source is None or progress.followers or storage_key(source) != storage_key(tensor):
+            if source is None or progress.followers or source.dtype != tensor.dtype:
                 return
-            if source.dtype != tensor.dtype:
-                return
+            if not _inside(source, tensor):
+                return  # of another tensor, which the loader had kept; both may lie in one bucket
             if any(c.label == progress.label and all(map(intersect, c.box, box)) for c in copies):
                 return  # a later copy won over an earlier one
             copies.append(_copy(progress, box, source, tensor))
         key = self._plan_key(name) if self._plan_key is not None else None
         plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, key, tuple(copies))
-        self._new[_key(name, loader_args)] = plan
+        self._new[shard] = plan
 
     def commit(self) -> None:
         """Keep the plans of a session that went well."""
@@ -227,9 +252,7 @@ class Replay:
     def _resolve(self, key: Key, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
         found = [(self._progress.get(copy.label), copy) for copy in plan.copies]
-        fits = all(
-            one is not None and not one.followers and one.parameter.shape == copy.shape for one, copy in found
-        )
+        fits = all(copy.fits(one) for one, copy in found)
         resolved = tuple((cast("Progress", one), copy) for one, copy in found) if fits else ()
         self._resolved[key] = resolved
         return resolved
@@ -248,6 +271,7 @@ class Replay:
                 progress.retract(copy.box)
             note_lost(stored, queued.name)
             raise
+        self.count += 1
 
 
 class _Undisturbed:
@@ -278,12 +302,50 @@ def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:
     ):
         view = tuple(source.shape), source.stride(), int(source.storage_offset() - tensor.storage_offset())
     pieces = tuple(cut(progress.plan, box)) if isinstance(progress, QuantizedWeight) else ()
-    return Copy(progress.label, progress.parameter.shape, box, masks(box), view, pieces)
+    made_for = _made_for(progress)
+    return Copy(progress.label, progress.parameter.shape, made_for, box, masks(box), view, pieces)
 
 
-def _key(name: str, loader_args: tuple[Any, ...]) -> Key:
-    """What tells calls of loaders apart; 0 and False are two shards."""
-    return (name, *loader_args, *map(type, loader_args)) if loader_args else name
+def _made_for(progress: Progress) -> tuple[WeightPlan | None, Any]:
+    """What a plan depends on besides shapes: how a weight is cut, and the loader that was recorded."""
+    loader = getattr(progress.parameter, "weight_loader", None)
+    plan = progress.plan if isinstance(progress, QuantizedWeight) else None
+    return plan, loader.loader if isinstance(loader, WrappedLoader) else loader
+
+
+def _inside(source: Tensor, tensor: Tensor) -> bool:
+    """Whether all elements of one tensor are elements of another: a view of it, and not of its neighbours."""
+    if storage_key(source) != storage_key(tensor):
+        return False
+    (first, last), (start, stop) = span(source), span(tensor)
+    if first < start or last > stop:
+        return False
+    if (first, source.shape, source.stride()) == (start, tensor.shape, tensor.stride()):
+        return True
+    if overlaps_itself(tensor):
+        return False
+    dense = tensor.numel() * tensor.element_size() == stop - start
+    return dense or resolve(tensor, source) is not None
+
+
+def _key(name: str, loader_args: tuple[Any, ...]) -> Key | None:
+    """What tells calls of loaders apart; 0 and False are two shards. None if an argument may change, or be no key."""
+    if not loader_args:
+        return name
+    if len(loader_args) == 1 and type(loader_args[0]) in _SHARDS:  # the common case
+        return name, type(loader_args[0]), loader_args[0]
+    parts = tuple(map(_part, loader_args))
+    return None if None in parts else (name, *parts)
+
+
+def _part(arg: object) -> tuple[Any, ...] | None:
+    kind = type(arg)
+    if kind in _SHARDS or isinstance(arg, Enum):
+        return kind, arg
+    if kind is tuple:
+        parts = tuple(map(_part, cast("tuple[Any, ...]", arg)))
+        return None if None in parts else (kind, *parts)
+    return None
 
 
 def whole_trace(progress: Progress, tensor: Tensor) -> Trace:

@@ -350,6 +350,7 @@ class Session:
 
     def _compare_alias(self, name: str, other: str, progress: Progress, tensor: Tensor) -> None:
         """A tied parameter under its second name: equal bytes say nothing new, others are a contradiction."""
+        self._replay.flush()  # what is compared may still wait
         if not progress.holds(tensor):
             raise contradiction(other, name)
         self._aliases[name] = other
