@@ -5,7 +5,7 @@
 #   make test      the test suite                       make test ARGS="tests/layout -k swizzle"
 #   make test-gpu  the tests that need a CUDA device
 #   make check     lint, types, import layers, spelling, docs with warnings as errors
-#   make bench     quantization on this CPU against a copy and against torchao: time and scratch
+#   make bench     quantization on this CPU against a copy and against torchao, dummy weights, replay: time and scratch
 #   make docs      HTML pages in docs/_build/html
 #   make format    rewrite the code in the project's format
 #   make clean     remove what these commands made, environments included
@@ -91,6 +91,7 @@ docs: $(call with,docs)
 bench: $(call with,bench)
 	$(PY) -m benchmarks.quantize_cpu --require-peers $(ARGS)
 	$(PY) -m benchmarks.dummy $(ARGS)
+	$(PY) -m benchmarks.replay
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .

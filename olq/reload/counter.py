@@ -345,9 +345,9 @@ class CopyCounter(TorchDispatchMode):
             raise self._refuse("accumulates into the parameter", weight.label)
         at = 3 if func is operators.aten.index_copy_.default else 2
         check_source(args[at], weight.label, self.name)
-        values = args[at].to(weight.device, weight.staged_dtype(args[at].dtype))
-        rest = [*args[1:at], values, *args[at + 1 :]]
-        mask = operators.scatter_of_true(func, args)
+        rest = operators.on_device(args[1:], weight.device)
+        mask = operators.scatter_of_true(func, (view, *rest))
+        rest[at - 1] = rest[at - 1].to(weight.staged_dtype(args[at].dtype))
         self._into_memory(weight, view, lambda into: func(into, *rest, **kwargs), mask)
         return view
 

@@ -1,6 +1,6 @@
 """What operators do to the tensors that they are given, as far as a counter of writes has to know."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -61,6 +61,14 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         for i, a in enumerate(func._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
+
+
+def on_device(args: Iterable[Any], device: torch.device) -> list[Any]:
+    """Arguments with their tensors on one device, those in lists included: an index may lie in the host's memory."""
+    return [
+        a.to(device) if isinstance(a, Tensor) else on_device(a, device) if isinstance(a, (list, tuple)) else a
+        for a in args
+    ]
 
 
 def scatter_of_true(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Any] | None:
