@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -118,6 +118,18 @@ class MethodParams(BaseModel):
     """Parameters of a method: frozen, unknown keys forbidden. A method subclasses it as `Params`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceParams(MethodParams):
+    """What a method makes of its sources.
+
+    Args:
+        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
+        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+    """
+
+    nonfinite: Literal["error", "saturate"] = "error"
+    source_precision: Literal["parameter", "keep"] = "parameter"
 
 
 class QuantMethod(ABC):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from olq.alloc import TensorSpec
-from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
-from olq.methods.kernel_format import code_spec, pad_matrix_, place_parts, round_up, shifted
+from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up, shifted
 from olq.registry import register_method
 
 #: Rows and columns of the elements that share a scale; 0 is the part's whole extent.
@@ -23,22 +23,19 @@ BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128)}
 _COLUMN_ALIGNMENT = 16
 
 
-class Fp8Params(MethodParams):
+class Fp8Params(SourceParams):
     """Parameters of `fp8`.
 
     Args:
         granularity: what shares one scale: a part of the tensor, an output channel (row), or a 128x128 block.
         scale: `float32` divides amax by 448; `power_of_two` takes the least power of two without saturation.
         scale_sharing: `part` gives each part of a fused layer its own per-tensor scale; `common` one to all.
-        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
-        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+        nonfinite, source_precision: see `SourceParams`.
     """
 
     granularity: Literal["tensor", "channel", "block"] = "channel"
     scale: Literal["float32", "power_of_two"] = "float32"
     scale_sharing: Literal["part", "common"] = "part"
-    nonfinite: Literal["error", "saturate"] = "error"
-    source_precision: Literal["parameter", "keep"] = "parameter"
 
 
 @register_method("fp8")
@@ -81,7 +78,7 @@ class Fp8(QuantMethod):
         scale = self._scale(tensors, plan, target)
         torch.ops.olq.quantize_fp8_(
             source,
-            _codes(tensors, plan, target),
+            codes_of(tensors, plan, target),
             scale,
             *plan.block,
             self.params.scale == "power_of_two",
@@ -94,7 +91,7 @@ class Fp8(QuantMethod):
         self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
     ) -> None:
         """See `QuantMethod.dequantize_`."""
-        codes, scale = _codes(tensors, plan, target), self._scale(tensors, plan, target)
+        codes, scale = codes_of(tensors, plan, target), self._scale(tensors, plan, target)
         torch.ops.olq.dequantize_fp8_(codes, scale, out, *plan.block)
 
     def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
@@ -118,8 +115,3 @@ class Fp8(QuantMethod):
             return scale[..., shifted(target.rows, start), :]
         rows = slice((start + target.rows.start) // 128, -(-(start + target.rows.stop) // 128))
         return scale[..., rows, target.columns.start // 128 : -(-target.columns.stop // 128)]
-
-
-def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
-    rows = shifted(target.rows, plan.kernel_starts[target.part])
-    return tensors[""][target.lead][..., rows, target.columns.start : target.columns.stop]

@@ -4,12 +4,13 @@ Rows are padded at the end to `ROW_ALIGNMENT`. Where a scale covers several rows
 last is padded too, so that the next one starts on the grid. Columns are padded to what the method asks for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from olq.alloc import TensorSpec
+from olq.methods.base import Target, WeightPlan
 
 #: Rows of a kernel format are a multiple of this: matrix kernels want 16-byte rows in both operands.
 ROW_ALIGNMENT = 16
@@ -61,3 +62,12 @@ def pad_matrix_(
 def shifted(rows: range, start: int) -> slice:
     """The rows of a part as a slice of the kernel format."""
     return slice(rows.start + start, rows.stop + start, rows.step)
+
+
+def codes_of(
+    tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target, *, codes_a_byte: int = 1
+) -> Tensor:
+    """The code bytes of `target`, a view [*lead, n, ceil(k / codes a byte)]; it starts on a whole byte."""
+    rows = shifted(target.rows, plan.kernel_starts[target.part])
+    columns = slice(target.columns.start // codes_a_byte, -(-target.columns.stop // codes_a_byte))
+    return tensors[""][target.lead][..., rows, columns]

@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 
 from olq.methods import block_scales
-from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
-from olq.methods.kernel_format import code_spec, pad_matrix_, place_parts, round_up, shifted
+from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
 BLOCK = 32
 _NAN_BYTE = 255
 
 
-class Mxfp8Params(MethodParams):
+class Mxfp8Params(SourceParams):
     """Parameters of `mxfp8`.
 
     Args:
         rule: how a block's exponent follows from its largest value: `RCEIL` is the least without saturation.
         scale_layout: order of the scale bytes.
-        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
-        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+        nonfinite, source_precision: see `SourceParams`.
     """
 
     rule: Literal["RCEIL", "FLOOR", "CEIL", "EVEN"] = "RCEIL"
     scale_layout: block_scales.ScaleLayout = "linear"
-    nonfinite: Literal["error", "saturate"] = "error"
-    source_precision: Literal["parameter", "keep"] = "parameter"
 
 
 @register_method("mxfp8")
@@ -72,7 +69,7 @@ class Mxfp8(QuantMethod):
         """See `QuantMethod.quantize_`."""
         torch.ops.olq.quantize_mxfp8_(
             source,
-            _codes(tensors, plan, target),
+            codes_of(tensors, plan, target),
             tensors["_scale"][target.lead],
             self.params.rule,
             self.params.scale_layout,
@@ -88,7 +85,7 @@ class Mxfp8(QuantMethod):
     ) -> None:
         """See `QuantMethod.dequantize_`."""
         torch.ops.olq.dequantize_mxfp8_(
-            _codes(tensors, plan, target),
+            codes_of(tensors, plan, target),
             tensors["_scale"][target.lead],
             out,
             self.params.scale_layout,
@@ -99,8 +96,3 @@ class Mxfp8(QuantMethod):
         """Codes 0, scale bytes 0."""
         pad_matrix_(tensors[""], plan.geometry.parts, plan.kernel_starts, plan.geometry.columns, 0)
         block_scales.pad_(tensors["_scale"], plan, self.params.scale_layout)
-
-
-def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
-    rows = shifted(target.rows, plan.kernel_starts[target.part])
-    return tensors[""][target.lead][..., rows, target.columns.start : target.columns.stop]

@@ -15,29 +15,26 @@ from torch import Tensor
 
 from olq.alloc import TensorSpec
 from olq.methods import block_scales
-from olq.methods.base import Geometry, MethodParams, QuantMethod, Target, WeightPlan, format_tag
-from olq.methods.kernel_format import code_spec, pad_matrix_, place_parts, round_up, shifted
+from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
 BLOCK = 16
 _COLUMN_ALIGNMENT = 32
 
 
-class Nvfp4Params(MethodParams):
+class Nvfp4Params(SourceParams):
     """Parameters of `nvfp4`.
 
     Args:
         scale_sharing: `part` gives each part of a fused layer its own tensor scale; `common` one to all, for
             kernels that take a single factor.
         scale_layout: order of the block scales.
-        nonfinite: `error` refuses a weight with inf or NaN; `saturate` takes inf as the largest value, NaN as 0.
-        source_precision: `parameter` rounds a source to the parameter's dtype first; `keep` takes it as it comes.
+        nonfinite, source_precision: see `SourceParams`.
     """
 
     scale_sharing: Literal["part", "common"] = "part"
     scale_layout: block_scales.ScaleLayout = "linear"
-    nonfinite: Literal["error", "saturate"] = "error"
-    source_precision: Literal["parameter", "keep"] = "parameter"
 
 
 @register_method("nvfp4")
@@ -85,7 +82,7 @@ class Nvfp4(QuantMethod):
             return False
         torch.ops.olq.quantize_nvfp4_(
             source,
-            _codes(tensors, plan, target),
+            codes_of(tensors, plan, target, codes_a_byte=2),
             tensors["_scale"][target.lead],
             scale_2,
             self.params.scale_layout,
@@ -100,7 +97,7 @@ class Nvfp4(QuantMethod):
     ) -> None:
         """See `QuantMethod.dequantize_`."""
         torch.ops.olq.dequantize_nvfp4_(
-            _codes(tensors, plan, target),
+            codes_of(tensors, plan, target, codes_a_byte=2),
             tensors["_scale"][target.lead],
             tensors["_scale_2"][target.lead][..., target.part],
             out,
@@ -119,8 +116,3 @@ class Nvfp4(QuantMethod):
         for part, rows in enumerate(plan.geometry.parts):
             if not rows or not plan.geometry.columns:
                 tensors["_scale_2"][..., part] = 1.0
-
-
-def _codes(tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> Tensor:
-    rows = shifted(target.rows, plan.kernel_starts[target.part])
-    return tensors[""][target.lead][..., rows, target.columns.start // 2 : -(-target.columns.stop // 2)]

@@ -95,7 +95,7 @@ class LayerState:
             parameter.__class__ = classes[name]
 
     def _check_at_rest(self) -> None:
-        if self.open is not None and self.open.started:
+        if self.open is not None and (self.open.started or self.live):  # live: a load beside what serves
             raise StateError(
                 "A layer can't be copied or pickled while its weights are arriving.",
                 where=self.label,
