@@ -71,9 +71,19 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
         The report with what was refreshed, and with the tensors that nobody declared.
 
     Raises:
+        StateError: a layer's load is another session's, which writes beside the live weights; nothing has happened.
         Exception: of a derived tensor or a hook. A shadow load has been taken back then, bit for bit; after a load in
             place no layer can be called.
     """
+    for name, layer in names.layers.items():
+        if online.load_of(layer).shadow and not shadow:
+            raise StateError(
+                "A shadow load can be ended by its session only.",
+                where=name or type(model).__name__,
+                found="new bytes that stand beside the live ones",
+                need="the session's own commit, which copies them into the live addresses",
+                remedy="call session.commit() instead of finalize_layerwise_processing(model)",
+            )
     keep_old = shadow and any(declarations(module) for module in model.modules())
     before = derived.snapshot(model) if keep_old else None
     waiting = None
@@ -116,6 +126,21 @@ def _refresh_again(model: nn.Module, error: BaseException) -> None:
             f"olq: the old weights are back, but hooks failed on them too ({again!r}); nothing is served"
         )
         _retire(model, why)
+
+
+def touched(names: Names) -> tuple[str, ...]:
+    """Parameters, and kernel tensors of a saved model, that a load has written or begun to write."""
+    restored = {
+        f"{name}.{tensor}" if name else tensor
+        for name, layer in names.layers.items()
+        for tensor in getattr(online.load_of(layer), "restored", ())
+    }
+    return (*(one.label for one in names.progress if one.touched), *sorted(restored))
+
+
+def arrived(names: Names) -> tuple[str, ...]:
+    """What has arrived in a load, or was written; an empty parameter never does."""
+    return (*(one.label for one in names.progress if one.arrivals), *touched(names))
 
 
 def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow: bool) -> None:

@@ -90,14 +90,14 @@ def collect(
     """Open the layers of a model and list what may arrive.
 
     Args:
-        model: has layers with quantized weights.
+        model: has layers with quantized weights, none of them open.
         meter: counts staged bytes.
         measure: whether to keep quantization errors.
         scope: what a partial load covers; None is everything.
         shadow: see `online.LayerLoad`.
 
     Raises:
-        StateError: the model has no quantized weights and is not prepared, or a load of it is open.
+        StateError: something that has to have memory has none.
         ConfigError: a pattern of the scope matches nothing.
     """
     names = Names()
@@ -106,20 +106,11 @@ def collect(
         state = find_state(layer)
         if state is None:
             continue
-        if state.open is not None and state.open.started:
-            raise StateError(
-                "A load of this model is open already.",
-                where=name or type(model).__name__,
-                found="a layer for which weights have arrived and that is not committed",
-                need="one load at a time",
-                remedy="finalize or abort the other load first",
-            )
         state.label = name
         names.layers[name] = layer
     _choose(model, names, scope)
     for name, layer in list(names.layers.items()):
         state = cast("LayerState", find_state(layer))
-        state.open = None  # an unstarted load: this session counts for itself
         if not any(scope.covers(_join(name, weight)) for weight in state.plans):
             del names.layers[name]
             for weight, plan in state.plans.items():

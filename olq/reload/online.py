@@ -77,6 +77,8 @@ class LayerLoad:
         self.restored: set[str] = set()
         #: Weights that are complete by that.
         self.whole: set[str] = set()
+        #: The session that this load belongs to; None is an engine's own loop.
+        self.owner: Any = None
         #: Parameters that were registered after the load began: their loader may have run unseen.
         self.late: list[Progress] = []
         self.ledger = Ledger(self.weights.values())

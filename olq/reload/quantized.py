@@ -214,8 +214,10 @@ class QuantizedWeight(Progress):
         self._stages.clear()
 
     def give_up(self) -> None:
-        """Drop everything; nobody will read kernel tensors that were made for this load."""
-        self.discard()
+        """Drop everything: nobody will read kernel tensors that were made for this load, and nothing more may come."""
+        with self._lock:
+            self._broken = "the abort of this load"
+            self.discard()
         if self._made:
             abandon(*self.tensors.values())
 

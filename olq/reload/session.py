@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from olq import patterns
 from olq.errors import ConfigError, LoaderError, StateError
 from olq.methods.state import FORMAT_SUFFIX
-from olq.reload import commit, online
+from olq.reload import commit, online, owner
 from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
 from olq.reload.callbacks import run_callbacks
 from olq.reload.checks import check_shape, contradiction
@@ -81,7 +81,7 @@ class Session:
         ConfigError: an option or a pattern is not what it should be.
 
     `feed` may be called from several threads. A session is used once; a second one of the same model can begin when
-    nothing has arrived in the first, or when it has ended.
+    the first has ended. One in which nothing has arrived, or that was dropped, is aborted by that.
     """
 
     def __init__(self, model: nn.Module, **options: Unpack[LoadOptions]) -> None:
@@ -110,16 +110,22 @@ class Session:
         """
         self._need("new", "begin")
         options, shadow = self._options, self._options.get("shadow")
+        owner.make_way(self.model)
         if self._scope.partial or shadow:
             commit.need_servable(self.model, "a partial load" if self._scope.partial else "a shadow load")
         self._started_at = time.perf_counter()
-        self.names: Names = collect(
-            self.model,
-            self._meter,
-            options.get("measure_error", False),
-            scope=self._scope,
-            shadow=shadow,
-        )
+        try:
+            self.names: Names = collect(
+                self.model,
+                self._meter,
+                options.get("measure_error", False),
+                scope=self._scope,
+                shadow=shadow,
+            )
+        except BaseException:
+            owner.undo(self.model, self._meter)
+            raise
+        owner.take(self, shadow=bool(shadow))
         if not shadow:
             commit.hold(self.model, "a partial load of other layers of its model is open")
         self._ledger = Ledger((*self.names.progress, *self.names.outside.values()))
@@ -280,6 +286,8 @@ class Session:
         except BaseException:
             self._state = "aborted"
             raise
+        finally:
+            owner.release(self)
         self._replay.commit()
         self.model.__dict__["quant_generation"] = report.generation
         for module in self.model.modules():
@@ -300,6 +308,7 @@ class Session:
         written, and so does the error of a forward.
         """
         self._need("open", "abort")
+        owner.release(self)
         self._replay.drop()
         for progress in self.names.progress:
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
@@ -310,12 +319,7 @@ class Session:
     @property
     def touched(self) -> tuple[str, ...]:
         """Parameters that this load has written, or begun to write: in place, or in its shadow."""
-        restored = {
-            f"{name}.{tensor}" if name else tensor
-            for name, layer in self.names.layers.items()
-            for tensor in getattr(online.load_of(layer), "restored", ())
-        }
-        return (*(one.label for one in self.names.progress if one.touched), *sorted(restored))
+        return commit.touched(self.names)
 
     def _feed(self, name: str, progress: Progress, tensor: Tensor, loader_args: tuple[Any, ...]) -> Trace:
         loader = getattr(progress.parameter, "weight_loader", None)

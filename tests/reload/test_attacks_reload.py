@@ -12,6 +12,7 @@ import olq
 from olq.errors import CoverageError
 from olq.methods.state import find_state
 from reload.engine_layers import OneWeight, stored_bytes, weight, whole_bytes
+from reload.fused_model import Fused, cold, feed, recorded, sources
 from reload.small_models import Small, as_bytes, live, places, state
 
 
@@ -64,59 +65,6 @@ def test_a_commit_that_named_what_is_missing_can_be_repeated_with_saved_codes():
 
 
 # What a plan depends on
-
-
-class Fused(nn.Module):
-    """A fused layer with shard ids, a norm, and a loop of its own."""
-
-    def __init__(self, method: str = "fp8", **params: str) -> None:
-        super().__init__()
-        self.quant_method = olq.get_method(method, **params)
-        self.quant_method.create_weights(
-            self, 64, (48, 16, 16), dtype=torch.bfloat16, weight_loader=self.load_shard
-        )
-        self.norm = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16), requires_grad=False)
-
-    def load_shard(self, parameter: Tensor, tensor: Tensor, shard: str) -> None:
-        """Copy one shard into its rows."""
-        start, rows = {"q": (0, 48), "k": (48, 16), "v": (64, 16)}[shard]
-        parameter.narrow(0, start, rows).copy_(tensor)
-
-    def load_weights(self, weights) -> None:
-        """Names are q, k, v and norm."""
-        for name, tensor in weights:
-            if name == "norm":
-                self.norm.copy_(tensor)
-            else:
-                self.weight.weight_loader(self.weight, tensor, name)
-
-
-def sources(seed: int) -> dict[str, Tensor]:
-    """What `Fused` loads."""
-    shapes = {"q": (48, 64), "norm": (64,), "k": (16, 64), "v": (16, 64)}
-    return {name: weight(*shape, seed=4 * seed + i) for i, (name, shape) in enumerate(shapes.items())}
-
-
-def feed(session: olq.Session, weights: dict[str, Tensor]) -> None:
-    """Feed all of `weights` by parameter names and shard ids."""
-    for name, tensor in weights.items():
-        session.feed(*(("norm", tensor) if name == "norm" else ("weight", tensor, name)))
-
-
-def cold(weights: dict[str, Tensor], method: str = "fp8", **params: str) -> dict[str, bytes]:
-    """The bytes of a first load."""
-    model = Fused(method, **params)
-    olq.load(model, iter(weights.items()))
-    return as_bytes(model)
-
-
-def recorded(method: str = "fp8", **params: str) -> Fused:
-    """A live `Fused` with plans of both ways to load it."""
-    model = Fused(method, **params)
-    olq.load(model, iter(sources(1).items()))
-    with olq.session(model) as session:
-        feed(session, sources(1))
-    return model
 
 
 def in_one_bucket(weights: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
@@ -183,12 +131,12 @@ def test_the_other_columns_of_a_wider_tensor_are_not_part_of_what_was_fed():
 
     layer = OneWeight(loader, columns=64)
     for seed in (1, 2, 3):
-        whole = weight(16, 64, seed=seed)
-        left, right = (whole[:, :32], whole[:, 32:]) if seed == 1 else (whole[:, :32].clone(), whole[:, 32:])
+        both = weight(16, 64, seed=seed)
+        left = both[:, :32] if seed == 1 else both[:, :32].clone()
         with olq.session(layer) as session:
             session.feed("weight", left, 0)
-            session.feed("weight", right, 1)
-        assert stored_bytes(layer) == whole_bytes(layer, whole)
+            session.feed("weight", both[:, 32:], 1)
+        assert stored_bytes(layer) == whole_bytes(layer, both)
 
 
 @pytest.mark.parametrize("method", ["fp8", "nvfp4", "mxfp8"])
