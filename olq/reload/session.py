@@ -220,7 +220,8 @@ class Session:
                 self._report_progress(source, name)
             return
         counter = self.counter()
-        with counter.scope(source.where):
+        plains = [one for one in self.names.progress if isinstance(one, PlainParameter)]
+        with counter.scope(source.where, plains):
             own_loader(self._named(source, counter))
 
     def flush(self) -> None:
