@@ -20,11 +20,11 @@ from olq.kernels import plans
 from olq.kernels.shapes import Launch, Plan
 
 _KNOWN_TRITON = ("3.6.",)
-"""Releases whose compiled kernels can be called as `_Ready.run` does; others go through Triton's front each time."""
+"""Releases whose compiled kernels can be called as `_again` does; others go through Triton's front each time."""
 
 _LIMIT = 4096
-_READY: dict[tuple[object, ...], tuple["_Ready", ...]] = {}
-_SCRATCH: dict[tuple[object, ...], int] = {}
+_READY: dict[tuple[object, ...], tuple[int, int, tuple["_Ready", ...]]] = {}
+"""Signature to device, float32 of scratch, launches."""
 
 
 class _Ready:
@@ -35,11 +35,18 @@ class _Ready:
         launch: what was launched.
     """
 
-    __slots__ = ("function", "grid", "metadata", "operands", "run", "tail")
+    __slots__ = ("before", "operands", "run", "tail")
 
     def __init__(self, kernel: Any, launch: Launch) -> None:
-        self.run, self.function, self.metadata = kernel.run, kernel.function, kernel.packed_metadata
-        self.grid, self.operands = launch.grid, launch.operands
+        launcher = kernel.run
+        self.run, self.operands = launcher.launch, launch.operands
+        # Grid; then what follows the stream: the function, flags, two scratch buffers of Triton's own, which these
+        # kernels don't need, sizes, and hooks of profilers.
+        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+        self.before = (
+            launch.grid,
+            (kernel.function, *flags, None, None, kernel.packed_metadata, None, None, None),
+        )
         self.tail = (*launch.numbers, *launch.constants.values(), None)  # HARDWARE; constants go by unread
 
 
@@ -65,16 +72,16 @@ def unavailable(args: Sequence[object]) -> str | None:
 
 def replay(operator: str, args: Sequence[object]) -> bool:
     """Launch again what `launch` launched for arguments of the same signature; False if it never did."""
-    key = _signature(operator, args)
+    key, pointers = _signature(operator, args)
     ready = _READY.get(key)
     if ready is None:
         return False
-    device = key[1][0]  # pyright: ignore[reportIndexIssue]
+    device, scratch, launches = ready
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _again(ready, _SCRATCH[key], args, device)
+            _again(launches, scratch, pointers, device)
     else:
-        _again(ready, _SCRATCH[key], args, device)
+        _again(launches, scratch, pointers, device)
     return True
 
 
@@ -94,25 +101,28 @@ def launch(operator: str, args: Sequence[object]) -> bool:
     return True
 
 
-def _signature(operator: str, args: Sequence[object]) -> tuple[object, ...]:
-    return (
-        operator,
-        *[
-            (a.get_device(), a.dtype, a.shape, a.stride(), a.data_ptr() & 15) if isinstance(a, Tensor) else a
-            for a in args
-        ],
-    )
+def _signature(operator: str, args: Sequence[object]) -> tuple[tuple[object, ...], list[int]]:
+    """All that a plan and its compiled kernels depend on; and the tensors' addresses."""
+    key: list[object] = [operator]
+    pointers = []
+    for a in args:
+        if isinstance(a, Tensor):
+            pointer = a.data_ptr()
+            pointers.append(pointer)
+            key += (a.get_device(), a.dtype, a.shape, a.stride(), pointer & 15)
+        else:
+            key.append(a)
+    return tuple(key), pointers
 
 
-def _again(ready: tuple[_Ready, ...], scratch: int, args: Sequence[object], device: int) -> None:
-    tensors = [a.data_ptr() for a in args if isinstance(a, Tensor)]
+def _again(launches: tuple[_Ready, ...], scratch: int, pointers: list[int], device: int) -> None:
     if scratch:
         partial = torch.empty(scratch, dtype=torch.float32, device=device)
-        tensors.append(partial.data_ptr())
+        pointers.append(partial.data_ptr())
     stream = _stream_of()(device)
-    for one in ready:
-        pointers = [tensors[i] for i in one.operands]
-        one.run(*one.grid, stream, one.function, one.metadata, None, None, None, *pointers, *one.tail)
+    for one in launches:
+        grid, function = one.before
+        one.run(*grid, stream, *function, *[pointers[i] for i in one.operands], *one.tail)
 
 
 def _first(operator: str, plan: Plan, args: Sequence[object], device: torch.device) -> None:
@@ -133,10 +143,8 @@ def _first(operator: str, plan: Plan, args: Sequence[object], device: torch.devi
     if device.type == "cuda" and _known():
         if len(_READY) >= _LIMIT:
             _READY.clear()
-            _SCRATCH.clear()
-        key = _signature(operator, args)
-        _SCRATCH[key] = plan.scratch
-        _READY[key] = tuple(_Ready(kernel, one) for kernel, one in ready)
+        key, _ = _signature(operator, args)
+        _READY[key] = device.index, plan.scratch, tuple(_Ready(kernel, one) for kernel, one in ready)
 
 
 @functools.cache

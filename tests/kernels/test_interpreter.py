@@ -1,0 +1,44 @@
+"""The kernels' bytes on a machine without a GPU: test_bytes, in a process where Triton interprets.
+
+Triton decides when a kernel is defined whether it is compiled or interpreted; a process can't do both.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton: install the extra `triton`"
+)
+def test_interpreted_kernels_write_the_references_bytes():
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "cpu",
+            "tests/kernels/test_bytes.py",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 40, run.stdout[-2000:]
+    assert "skipped" not in run.stdout
