@@ -14,8 +14,9 @@ from olq.reload.accounting import missing_error
 from olq.reload.callbacks import run_callbacks
 from olq.reload.commit import go_live, layers_of
 from olq.reload.names import Names
+from olq.reload.options import LoadOptions
 from olq.reload.reporting import KEPT, build_report
-from olq.reload.session import LoadOptions, Session
+from olq.reload.session import Session
 from olq.reload.sources import Weights
 from olq.report import Report
 

@@ -112,6 +112,8 @@ class Plans:
 
     def __init__(self) -> None:
         self.by_key: dict[Key, Plan] = {}
+        #: Whether the model's load_weights did nothing beside its items: nothing is lost if it is not called.
+        self.loop_only = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Plans":
         return Plans()
@@ -161,6 +163,8 @@ class Replay:
         self._plans: dict[Key, Plan] = model.__dict__.get(PLANS, Plans()).by_key if enabled else {}
         self._resolved: dict[Key, tuple[tuple[Progress, Copy], ...]] = {}
         self._new: dict[Key, Plan] = {}
+        self._silent: dict[Key, Plan] = {}
+        self._all_recorded, self._loop_only = True, None
         self._queue: deque[_Queued] = deque()
         #: Names that were replayed.
         self.count = 0
@@ -184,7 +188,7 @@ class Replay:
         copies = self._resolved.get(key)
         if copies is None:
             copies = self._resolve(key, plan)
-        if not copies:
+        if not copies:  # of another model, or a name that load_weights ignores
             return False
         claimed = 0
         try:
@@ -203,6 +207,24 @@ class Replay:
             with _Undisturbed():
                 self._write(queued)
         return True
+
+    @property
+    def loop_only(self) -> bool:
+        """Whether the model's load_weights need not be called if no tensor is left for it."""
+        plans = self._model.__dict__.get(PLANS)
+        return bool(self._plans) and plans is not None and plans.loop_only
+
+    def note_around(self, trace: Trace) -> None:
+        """Tell what a load_weights did before its first item and after its last."""
+        idle = not trace.computed and not trace.arrivals
+        self._loop_only = idle if self._loop_only is None else self._loop_only and idle
+
+    def ignores(self, name: str, tensor: Tensor) -> bool:
+        """Whether the model's load_weights wrote nothing for such a tensor, in a load that it only made copies in."""
+        plan = self._plans.get(name)
+        if plan is None or plan.copies or not plan.fits(tensor):
+            return False
+        return plan.key == (self._plan_key(name) if self._plan_key is not None else None)
 
     def flush(self) -> None:
         """Write the bytes of everything that is queued.
@@ -228,26 +250,26 @@ class Replay:
     def record(self, name: str, loader_args: tuple[Any, ...], tensor: Tensor, trace: Trace) -> None:
         """Make a plan of what a loader did with a tensor, if that can be repeated."""
         shard = _key(name, loader_args)
-        if trace.computed or not trace.arrivals or shard is None:
+        copies = _copies(trace, tensor)
+        if copies is None or shard is None:
+            self._all_recorded = False
             return
-        copies: list[Copy] = []
-        for progress, box, source in trace.arrivals:
-            if source is None or progress.followers or source.dtype != tensor.dtype:
-                return
-            if not _inside(source, tensor):
-                return  # of another tensor, which the loader had kept; both may lie in one bucket
-            if any(c.label == progress.label and all(map(intersect, c.box, box)) for c in copies):
-                return  # a later copy won over an earlier one
-            copies.append(_copy(progress, box, source, tensor))
         key = self._plan_key(name) if self._plan_key is not None else None
-        plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, key, tuple(copies))
-        self._new[shard] = plan
+        plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, key, copies)
+        (self._new if copies else self._silent)[shard] = plan
 
     def commit(self) -> None:
-        """Keep the plans of a session that went well."""
-        if self._new:
+        """Keep the plans of a session that went well.
+
+        Names for which nothing was written are known as ignored only if everything else was copied from its own tensor:
+        otherwise the loader may have kept theirs for another name.
+        """
+        new = {**self._silent, **self._new} if self._all_recorded and self._loop_only else self._new
+        if new or self._loop_only is not None:
             plans: Plans = self._model.__dict__.setdefault(PLANS, Plans())
-            plans.by_key.update(self._new)
+            plans.by_key.update(new)
+            if self._loop_only is not None:
+                plans.loop_only = self._loop_only
 
     def _resolve(self, key: Key, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
@@ -291,6 +313,22 @@ class _Undisturbed:
         torch.set_grad_enabled(self._grad)
         if self._paused is not None:
             self._paused.__exit__(None, None, None)
+
+
+def _copies(trace: Trace, tensor: Tensor) -> tuple[Copy, ...] | None:
+    """What a loader did with a tensor, or None if it did more than copy from it."""
+    if trace.computed:
+        return None
+    copies: list[Copy] = []
+    for progress, box, source in trace.arrivals:
+        if source is None or progress.followers or source.dtype != tensor.dtype:
+            return None
+        if not _inside(source, tensor):
+            return None  # of another tensor, which the loader had kept; both may lie in one bucket
+        if any(c.label == progress.label and all(map(intersect, c.box, box)) for c in copies):
+            return None  # a later copy won over an earlier one
+        copies.append(_copy(progress, box, source, tensor))
+    return tuple(copies)
 
 
 def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:

@@ -8,15 +8,16 @@ A first load and a reload are the same. On a reload the kernel tensors exist: th
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 from torch import Tensor, nn
 
 from olq import patterns
-from olq.errors import ConfigError, LoaderError, StateError
+from olq.errors import LoaderError, StateError
 from olq.methods.state import FORMAT_SUFFIX
 from olq.reload import commit, online, owner
 from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
@@ -25,49 +26,17 @@ from olq.reload.checks import check_shape, contradiction
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
+from olq.reload.options import LoadOptions, check_options
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import whole
-from olq.reload.replay import PlanKey, Replay, whole_trace
+from olq.reload.replay import Replay, whole_trace
 from olq.reload.reporting import build_report, build_status
 from olq.reload.scope import Scope
 from olq.reload.sources import Source, Weights, open_source
 from olq.reload.stage import Meter
-from olq.reload.trace import Trace
+from olq.reload.trace import Looks, Trace
 from olq.report import Report, Status
-
-#: Called after each tensor with (bytes so far, bytes in all if known, name).
-ProgressCallback = Callable[[int, int | None, str], object]
-
-
-class LoadOptions(TypedDict, total=False):
-    """What `load`, `reload` and `session` take by keyword.
-
-    Attributes:
-        scope: patterns of names or modules: a partial reload. Everything else keeps its bytes and is listed as stale.
-        shadow: "device" or "host" loads into a second set of kernel tensors there (page-locked in the host's memory if
-            there is a GPU), while the old weights go on serving; the commit copies them into the live addresses, and
-            an error leaves the old model as it was. None loads in place, without extra memory.
-        sources: "transient": a source has been consumed when `feed` returns. "stable": sources keep their values until
-            `flush` or the commit, so that replayed ones may be queued.
-        replay: False runs every loader again, although it was recorded.
-        plan_key: called with each name: what else its loader looks at. A recorded plan is used while this is equal.
-        measure_error: keep SQNR and worst block of each weight, taken while its source is at hand. Costs a decode.
-        measure_changes: count bytes of codes and scales that a reload changes. Keeps the old bytes of weights that are
-            being loaded.
-        allow_surplus: patterns of names that may arrive though nothing takes them.
-        progress: called after each tensor with (bytes so far, bytes in all or None, name).
-    """
-
-    scope: Sequence[str] | None
-    shadow: Literal["device", "host"] | None
-    sources: Literal["transient", "stable"]
-    replay: bool
-    plan_key: PlanKey | None
-    measure_error: bool
-    measure_changes: bool
-    allow_surplus: Sequence[str]
-    progress: ProgressCallback | None
 
 
 class Session:
@@ -87,8 +56,7 @@ class Session:
     def __init__(self, model: nn.Module, **options: Unpack[LoadOptions]) -> None:
         self.model = model
         self._options = options
-        _check_choice(options, "shadow", (None, "device", "host"))
-        _check_choice(options, "sources", ("transient", "stable"))
+        check_options(options)
         self._progress = options.get("progress")
         self._scope = Scope(options.get("scope"))
         self._allowed = [
@@ -219,10 +187,43 @@ class Session:
                 del tensor
                 self._report_progress(source, name)
             return
+        items = source.items
+        if self._replay.loop_only:
+            first = self._replayed(source)
+            if first is None:
+                return  # no tensor is left for the loader: an empty stream could surprise it
+            items = chain([first], items)
         counter = self.counter()
+        counter.trace = around = Trace()  # of what the loader does before its first item, and after its last
         plains = [one for one in self.names.progress if isinstance(one, PlainParameter)]
-        with counter.scope(source.where, plains):
-            own_loader(self._named(source, counter))
+        try:
+            with counter.scope(source.where, plains), Looks(counter):
+                own_loader(self._named(items, source, counter, around))
+        except Exception as error:
+            if self._replay.count:
+                error.add_note(
+                    f"olq replayed {self._replay.count} tensors without load_weights, which saw the others only; "
+                    "a loader that counts names, or fills in what it has not seen, needs replay=False"
+                )
+            raise
+        self._replay.note_around(around)
+
+    def _replayed(self, source: Source) -> tuple[str, Tensor] | None:
+        """Replay the tensors at the head of a source; the first one that needs a loader, if there is any."""
+        for name, tensor in source.items:
+            if not self._repeated(name, tensor):
+                return name, tensor
+            self._done_bytes += tensor.nbytes
+            del tensor
+            self._report_progress(source, name)
+        return None
+
+    def _repeated(self, name: str, tensor: Tensor) -> bool:
+        """Do with a tensor what the model's load_weights did with its like; False if that is not known."""
+        if self._replay.ignores(name, tensor):
+            self._surplus[name] = "the model's load_weights wrote nothing for it"
+            return True
+        return self._replay.feed(name, tensor)
 
     def flush(self) -> None:
         """Write the bytes of stable sources that are queued; they may be reused when it returns.
@@ -332,7 +333,8 @@ class Session:
             if counter is None or counter.ledger is not self._ledger:  # that of another model's load
                 counter = self.counter()
                 counter.trace = trace
-            with counter.scope(name, [progress] if isinstance(progress, PlainParameter) else ()):
+            plains = [progress] if isinstance(progress, PlainParameter) else ()
+            with counter.scope(name, plains), Looks(counter):
                 loader(progress.parameter, tensor, *loader_args)
             return trace
         check_shape(tensor, progress.parameter, progress.label, name)
@@ -386,16 +388,18 @@ class Session:
         """Whether a source is the saved state of a quantized model."""
         return any(name in self.names.saved and name not in self.names.routes for name in source.names or ())
 
-    def _named(self, source: Source, counter: CopyCounter) -> Iterator[tuple[str, Tensor]]:
+    def _named(
+        self, items: Iterable[tuple[str, Tensor]], source: Source, counter: CopyCounter, around: Trace
+    ) -> Iterator[tuple[str, Tensor]]:
         """The source's items; what a loader writes before it asks for the next one belongs to the last name."""
-        for name, tensor in source.items:
+        for name, tensor in items:
             self._done_bytes += tensor.nbytes
-            if self._replay.feed(name, tensor):
+            if self._repeated(name, tensor):
                 del tensor
                 self._report_progress(source, name)
                 continue
             if active_counter() is not counter:  # a thread pulls ahead: items and writes don't alternate
-                counter.eager, counter.trace = True, None
+                counter.eager, counter.trace, around.computed = True, None, True
                 yield name, tensor
                 del tensor
             else:
@@ -408,7 +412,7 @@ class Session:
                     counter.flush(source.where)  # before the source moves on: it may use the memory again
                     if counter.trace is not None:
                         self._replay.record(name, (), tensor, counter.trace)
-                    counter.trace = None
+                    counter.trace = around
                 del tensor
             self._report_progress(source, name)
 
@@ -455,14 +459,3 @@ def _moved_error(label: str) -> LoaderError:
         need="values that come through a loader, feed or load, so that they can be told from uninitialised memory",
         remedy="feed the parameter, or assign its data inside its weight_loader",
     )
-
-
-def _check_choice(options: Mapping[str, Any], name: str, allowed: tuple[str | None, ...]) -> None:
-    if name in options and options[name] not in allowed:
-        raise ConfigError(
-            "An option of a load has a value that it can't have.",
-            where=name,
-            found=repr(options[name]),
-            need=" or ".join(map(repr, allowed)),
-            remedy=f"leave `{name}` out, or choose one of these",
-        )
