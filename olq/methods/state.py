@@ -132,7 +132,8 @@ def require_live(layer: nn.Module) -> None:
     raise StateError(
         "A layer was called before its weights were complete.",
         where=state.label or type(layer).__name__,
-        found=state.held or "weights that are not loaded yet, are being loaded, or whose load failed",
+        found=state.held
+        or ("a load that is open" if state.open is not None else "weights that were never loaded"),
         need="a committed load: every element arrived and finalize has run",
         remedy="finish the load (olq.load, or finalize_layerwise_processing), or load again after an error",
     )

@@ -119,9 +119,9 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
 def _refresh_again(model: nn.Module, error: BaseException) -> None:
     """Let hooks see the old weights again: what they keep besides tensors has no other way back."""
     try:
-        derived.refresh(model)
+        derived.refresh(model, hooks_only=True)
     except Exception as again:
-        why = f"weights whose derived tensors could not be brought back: {type(again).__name__}: {again}"
+        why = f"old weights whose hooks fail on them too: {type(again).__name__}: {again}"
         error.add_note(
             f"olq: the old weights are back, but hooks failed on them too ({again!r}); nothing is served"
         )

@@ -80,13 +80,16 @@ class _Node:
         return self.key < other.key
 
 
-def refresh(model: nn.Module, changed: Iterable[nn.Module] | None = None) -> Refreshed:
+def refresh(
+    model: nn.Module, changed: Iterable[nn.Module] | None = None, *, hooks_only: bool = False
+) -> Refreshed:
     """Compute derived tensors and run hooks, after weights have changed. Once each, in order, in place.
 
     Args:
         model: whose.
         changed: modules whose own weights changed. Modules that share memory with them count too, and so does what was
             refreshed for those that read it. None stands for all. What has never run is run in any case.
+        hooks_only: leave derived tensors as they are: their bytes have been put back.
 
     Returns:
         What ran and what did not.
@@ -106,6 +109,8 @@ def refresh(model: nn.Module, changed: Iterable[nn.Module] | None = None) -> Ref
     ran: dict[_Node, None] = {}
     skipped: list[str] = []
     for node in nodes:
+        if hooks_only and not node.declaration.hook:
+            continue
         due = dirty is None or not node.declaration.done or bool(node.modules & dirty)
         if not due and ran.keys().isdisjoint(node.needs):
             skipped.append(node.label)

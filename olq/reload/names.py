@@ -1,6 +1,7 @@
 """Which name means which parameter, found once a session."""
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -41,7 +42,7 @@ class Names:
         required: those without which a load is not complete.
         leaders: for a weight that was untied, the parameter whose arrivals it takes.
         outside: what a partial load leaves alone, by name: parameters and kernel tensors.
-        stale: the parameters among them.
+        stale: the parameters among them, each with its number of elements.
     """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Names:
     required: list[Progress] = field(default_factory=list)
     leaders: dict[QuantizedWeight, Progress] = field(default_factory=dict)
     outside: dict[str, Outside] = field(default_factory=dict)
-    stale: list[str] = field(default_factory=list)
+    stale: dict[str, int] = field(default_factory=dict)
 
     def names_of(self, progress: Progress) -> list[str]:
         """All names under which a parameter may arrive, that of its saved codes' tag included."""
@@ -114,7 +115,7 @@ def collect(
         if not any(scope.covers(_join(name, weight)) for weight in state.plans):
             del names.layers[name]
             for weight, plan in state.plans.items():
-                names.stale.append(_join(name, weight))
+                names.stale[_join(name, weight)] = math.prod(plan.geometry.shape)
                 for suffix in plan.tensors:
                     _leave(names, _join(name, weight + suffix), getattr(layer, weight + suffix))
             continue
@@ -123,7 +124,7 @@ def collect(
             if scope.covers(_join(name, weight_name)):
                 _add(names, weight, _join(name, weight_name), required=True)
             else:
-                names.stale.append(_join(name, weight_name))
+                names.stale[_join(name, weight_name)] = weight.parameter.numel()
                 _leave(names, _join(name, weight_name), weight.parameter)
     opened = set(names.layers.values())
     for name, layer in model.named_modules(remove_duplicate=False):  # a module may have several names
@@ -213,7 +214,7 @@ def _add_plain(model: nn.Module, names: Names, scope: Scope, shadow: str | None)
         if not scope.covers(name):
             _leave(names, name, tensor)
             if not _is_tag(name, names.stale):
-                names.stale.append(name)
+                names.stale[name] = tensor.numel()
             continue
         known = seen.get(_identity(tensor))
         if known is not None:

@@ -76,7 +76,7 @@ def build_status(names: Names) -> Status:
         if not arrived and total and id(one) not in required:
             state = "optional"
         rows.append(TensorStatus(one.label, state, arrived, total))
-    rows += [TensorStatus(name, "stale", 0, names.outside[name].coverage.total) for name in names.stale]
+    rows += [TensorStatus(name, "stale", 0, count) for name, count in names.stale.items()]
     return Status(rows)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import olq
-from olq.errors import LayoutError, LoaderError, NonFiniteError, StateError
+from olq.errors import ConfigError, LayoutError, LoaderError, NonFiniteError, StateError
 from olq.methods.state import find_state
 from reload.small_models import TOKENS, Small, as_bytes, fresh, live, places, state
 
@@ -192,6 +192,23 @@ def test_a_model_that_keeps_everything_is_reloaded_like_any_other():
 def as_bytes_of(weights):
     """A checkpoint as bytes."""
     return {name: bytes(t.contiguous().flatten().view(torch.uint8).tolist()) for name, t in weights.items()}
+
+
+@pytest.mark.parametrize("call", [olq.load, olq.reload, lambda m, w, **o: olq.session(m, **o)])
+def test_an_unknown_option_is_refused_with_a_close_name(call):
+    with pytest.raises(ConfigError, match=r"no such option[\s\S]*'shadw' \(did you mean 'shadow'\?\)"):
+        call(live(), state(Small()), shadw="device")
+
+
+def test_a_forward_says_why_it_is_not_legal():
+    model = fresh()
+    with pytest.raises(StateError, match="weights that were never loaded"):
+        model(TOKENS)
+    with olq.session(model) as session:
+        with pytest.raises(StateError, match="a load that is open"):
+            model(TOKENS)
+        for name, tensor in state(Small()).items():
+            session.feed(name, tensor)
 
 
 def test_memory_that_changed_hands_outside_a_loader_is_no_arrival():

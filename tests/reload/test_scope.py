@@ -45,6 +45,22 @@ def test_a_scope_is_given_by_modules_parameters_or_expressions(scope):
     assert set(report.stale) == {"emb.weight", "b.weight", "head.weight"}
 
 
+def test_the_status_counts_elements_of_the_model_whatever_stores_them():
+    model = live(olq.QuantConfig(method="nvfp4"))
+    session = olq.session(model, scope=["a"]).begin()
+    session.feed("a.bias", other()["a.bias"])
+    rows = {one.name: (one.state, one.arrived, one.total) for one in session.status().tensors}
+    assert rows == {
+        "a.weight": ("missing", 0, 48 * 32),
+        "a.bias": ("arrived", 48, 48),
+        "b.weight": ("stale", 0, 32 * 48),
+        "emb.weight": ("stale", 0, 50 * 32),
+        "head.weight": ("stale", 0, 50 * 32),
+    }
+    assert "1 arrived, 1 missing, 3 stale" in str(session.status())
+    session.abort()
+
+
 def test_names_outside_the_scope_are_refused_before_anything_is_written():
     model = live()
     before = as_bytes(model)

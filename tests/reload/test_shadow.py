@@ -73,6 +73,44 @@ def test_an_error_in_the_middle_leaves_the_old_model_and_the_next_load_works(sha
     assert places(model) == at
 
 
+def test_a_derived_tensor_that_always_fails_does_not_take_the_old_model_out_of_service():
+    """Out of memory, say: the old bytes are put back, not computed."""
+    model, fail = live(), [False]
+
+    def mirror(module: nn.Module) -> torch.Tensor:
+        if fail[0]:
+            raise MemoryError
+        return olq.dequantize(module, dtype=torch.float32)
+
+    olq.derive(model.a, "mirror", mirror)
+    olq.reload(model, state(Small()))
+    before, logits = as_bytes(model), model(TOKENS)
+    fail[0] = True
+    with pytest.raises(MemoryError):
+        olq.reload(model, other(), shadow="device")
+    assert as_bytes(model) == before
+    assert torch.equal(model(TOKENS), logits)
+
+
+def test_a_hook_that_fails_on_the_old_weights_too_is_not_served_around():
+    model, fail = live(), [False]
+
+    def hook(module: nn.Module) -> None:
+        if fail[0]:
+            raise ZeroDivisionError
+
+    olq.after_load(model.b, hook)
+    olq.reload(model, state(Small()))
+    fail[0] = True
+    with pytest.raises(ZeroDivisionError):
+        olq.reload(model, other(), shadow="device")
+    with pytest.raises(StateError, match="old weights whose hooks fail on them too: ZeroDivisionError"):
+        model(TOKENS)
+    fail[0] = False
+    olq.reload(model, other())
+    model(TOKENS)
+
+
 @SHADOWS
 def test_a_derived_tensor_that_fails_takes_the_commit_back(shadow):
     model, weights = live(), other()
