@@ -138,9 +138,12 @@ class WrappedLoader:
             StateError: no load is open, so that checkpoint data would land in kernel tensors.
         """
         state = cast("LayerState", find_state(self.layer))
+        counter = active_counter()
+        if (plain := self._loaded_alone(state, parameter)) is not None and counter is not None:
+            with counter.scope(_call_name(state.label, self.name, args, kwargs), [plain]):
+                return self._run(plain, parameter, *args, **kwargs)
         load = self._load(state)
         load.scan(self.layer, state)
-        counter = active_counter()
         if counter is None:
             counter = CopyCounter(load.ledger, state.device)
         else:
@@ -149,7 +152,15 @@ class WrappedLoader:
         # Inside another loader that one's name counts.
         name = "" if counter.depth else _call_name(state.label, self.name, args, kwargs)
         with counter.scope(name, load.plains.values()):
-            return self._run(parameter, *args, **kwargs)
+            progress = load.weights.get(self.name) or load.plains.get(self.name)
+            return self._run(progress, parameter, *args, **kwargs)
+
+    def _loaded_alone(self, state: LayerState, parameter: Tensor) -> PlainParameter | None:
+        """A parameter in high precision that a partial load takes, while its layer stays in kernel format."""
+        counter = active_counter()
+        if counter is None or state.open is not None or self.name in state.plans:
+            return None
+        return next((one for one in counter.ledger.find(parameter) if isinstance(one, PlainParameter)), None)
 
     def _load(self, state: LayerState) -> LayerLoad:
         if state.open is None and not state.live and not state.kernel:
@@ -165,12 +176,10 @@ class WrappedLoader:
             )
         return state.open
 
-    def _run(self, parameter: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, progress: Progress | None, parameter: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.loader is not None:
             return self.loader(parameter, *args, **kwargs)
         (source,) = args
-        load: LayerLoad = cast("LayerState", find_state(self.layer)).open
-        progress = load.weights.get(self.name) or load.plains.get(self.name)
         if progress is not None:
             check_shape(source, progress.parameter, progress.label, self.name)
         return parameter.copy_(source.reshape(parameter.shape))

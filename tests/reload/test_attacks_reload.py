@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import olq
-from olq.errors import CoverageError
+from olq.errors import CoverageError, StateError
 from olq.methods.state import find_state
-from reload.engine_layers import OneWeight, stored_bytes, weight, whole_bytes
+from reload.engine_layers import OneWeight, OwnLoop, stored_bytes, weight, whole_bytes
 from reload.fused_model import Fused, cold, feed, recorded, sources
 from reload.small_models import Small, as_bytes, live, places, state
 
@@ -307,3 +307,29 @@ def test_odd_sources_are_replayed_to_the_bytes_of_a_first_load(kind, stable):
         assert as_bytes(model) == cold(weights)
         assert not any(p.requires_grad for p in model.parameters())
         assert type(model.norm) is nn.Parameter
+
+
+@pytest.mark.parametrize("loader", [None, lambda p, t: p.data.copy_(t)], ids=["plain", "loader"])
+@pytest.mark.parametrize("through", ["feed", "loop"])
+@pytest.mark.parametrize("shadow", [None, "device"])
+def test_a_bias_is_loaded_alone_while_its_weight_stays_quantized(shadow, through, loader):
+    class Biased(OwnLoop):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.layers.append(OneWeight(lambda p, t: p.copy_(t), bias="after"))
+            if loader is not None:
+                vars(self.layers[0].bias)["weight_loader"] = loader
+
+    model = Biased()
+    first = {"layers.0.weight": weight(16, 32), "layers.0.bias": weight(16), "norm": torch.ones(8)}
+    olq.load(model, iter(first.items()))
+    before = stored_bytes(model.layers[0])
+    with olq.session(model, scope=["layers.0.bias"], shadow=shadow) as session:
+        if through == "feed":
+            session.feed("layers.0.bias", weight(16, seed=2))
+        else:
+            session.load(iter({"layers.0.bias": weight(16, seed=2)}.items()))
+    assert torch.equal(model.layers[0].bias, weight(16, seed=2))
+    assert stored_bytes(model.layers[0]) == before
+    with pytest.raises((CoverageError, StateError)):
+        olq.reload(model, iter(first.items()), scope=["layers.0.bias"], replay=False)
