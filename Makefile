@@ -6,6 +6,7 @@
 #   make test-gpu  the tests that need a CUDA device
 #   make check     lint, types, import layers, spelling, docs with warnings as errors
 #   make bench     quantization on this CPU against a copy and against torchao, dummy weights, replay: time and scratch
+#   make bench-gpu kernels on a CUDA device against a copy and torch.compile (PY= an environment with a CUDA torch)
 #   make docs      HTML pages in docs/_build/html
 #   make format    rewrite the code in the project's format
 #   make clean     remove what these commands made, environments included
@@ -20,7 +21,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo rl test test-gpu check lint types imports spelling docs bench format clean
+.PHONY: help demo rl test test-gpu check lint types imports spelling docs bench bench-gpu format clean
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -39,7 +40,7 @@ endif
 WORKERS ?= 2
 
 help:
-	@sed -n '3,16p' Makefile | cut -c3-
+	@sed -n '3,17p' Makefile | cut -c3-
 
 # Torch first and alone, then the rest with torch pinned to what is there: a plain "torch" among other requirements
 # would fetch a CUDA build of several gigabytes. A stamp is written last, so a step that broke midway is done again.
@@ -92,6 +93,9 @@ bench: $(call with,bench)
 	$(PY) -m benchmarks.quantize_cpu --require-peers $(ARGS)
 	$(PY) -m benchmarks.dummy $(ARGS)
 	$(PY) -m benchmarks.replay
+
+bench-gpu: $(call with,bench)
+	$(PY) -m benchmarks.quantize_gpu $(ARGS)
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .
