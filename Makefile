@@ -96,6 +96,7 @@ bench: $(call with,bench)
 
 bench-gpu: $(call with,bench)
 	$(PY) -m benchmarks.quantize_gpu $(ARGS)
+	$(PY) -m benchmarks.reload_gpu
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .

@@ -190,6 +190,21 @@ class QuantMethod(ABC):
             of such units are not to be used.
         """
 
+    #: Whether `write_` and `finite` are there: units may be written first and judged later, many weights at once.
+    judges_later: ClassVar[bool] = False
+
+    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """`quantize_` without looking at the result, so that a GPU's stream does not wait. See `judges_later`."""
+        raise NotImplementedError
+
+    def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Whether weights that have been written as a whole are usable, bool [len(weights)] on their device.
+
+        Args:
+            weights: kernel tensors by suffix, padding included; at least one, all on one device.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def dequantize_(
         self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target

@@ -6,7 +6,7 @@ Kernel tensors   `weight` uint8 [*lead, R, C], E4M3 bytes; R and C are N and K p
 Spec             docs/formats/fp8.md
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +14,15 @@ from torch import Tensor
 
 from olq.alloc import TensorSpec
 from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
-from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up, shifted
+from olq.methods.kernel_format import (
+    code_spec,
+    codes_of,
+    numbers,
+    pad_matrix_,
+    place_parts,
+    round_up,
+    shifted,
+)
 from olq.registry import register_method
 
 #: Rows and columns of the elements that share a scale; 0 is the part's whole extent.
@@ -71,10 +79,17 @@ class Fp8(QuantMethod):
             tag=format_tag(self, geometry, dtype),
         )
 
+    judges_later = True
+
     def quantize_(
         self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
     ) -> bool:
         """See `QuantMethod.quantize_`."""
+        self.write_(source, tensors, plan, target)
+        return bool(self._scale(tensors, plan, target).isfinite().all())
+
+    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """See `QuantMethod.write_`."""
         scale = self._scale(tensors, plan, target)
         torch.ops.olq.quantize_fp8_(
             source,
@@ -85,7 +100,10 @@ class Fp8(QuantMethod):
             plan.dtype if self.params.source_precision == "parameter" else None,
             self.params.nonfinite == "saturate",
         )
-        return bool(scale.isfinite().all())
+
+    def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """See `QuantMethod.finite`."""
+        return numbers([weight["_scale"] for weight in weights])
 
     def dequantize_(
         self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target

@@ -71,3 +71,9 @@ def codes_of(
     rows = shifted(target.rows, plan.kernel_starts[target.part])
     columns = slice(target.columns.start // codes_a_byte, -(-target.columns.stop // codes_a_byte))
     return tensors[""][target.lead][..., rows, columns]
+
+
+def numbers(scales: Sequence[Tensor]) -> Tensor:
+    """Whether each float32 tensor is free of NaN, bool [len(scales)]; a few launches for all of them on a GPU."""
+    # Sums of magnitudes: they may overflow to infinity, but only a NaN makes a NaN.
+    return ~torch.stack(torch.ops.aten._foreach_norm.Scalar(list(scales), 1)).isnan()

@@ -5,7 +5,7 @@ Kernel tensors   `weight` uint8 [*lead, R, C], E4M3 bytes; R is N padded to 16, 
 Spec             docs/formats/mxfp8.md
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -63,10 +63,18 @@ class Mxfp8(QuantMethod):
             tag=format_tag(self, geometry, dtype),
         )
 
+    judges_later = True
+
     def quantize_(
         self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
     ) -> bool:
         """See `QuantMethod.quantize_`."""
+        self.write_(source, tensors, plan, target)
+        scales = block_scales.read(tensors["_scale"], plan, target, self.params.scale_layout)
+        return not bool((scales == _NAN_BYTE).any())
+
+    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """See `QuantMethod.write_`."""
         torch.ops.olq.quantize_mxfp8_(
             source,
             codes_of(tensors, plan, target),
@@ -77,8 +85,11 @@ class Mxfp8(QuantMethod):
             plan.dtype if self.params.source_precision == "parameter" else None,
             self.params.nonfinite == "saturate",
         )
-        scales = block_scales.read(tensors["_scale"], plan, target, self.params.scale_layout)
-        return not bool((scales == _NAN_BYTE).any())
+
+    def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """See `QuantMethod.finite`."""
+        largest = [w["_scale"].amax() if w["_scale"].numel() else w["_scale"].new_zeros(()) for w in weights]
+        return torch.stack(largest) != _NAN_BYTE
 
     def dequantize_(
         self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target

@@ -7,7 +7,7 @@ Unit             a whole part: its scales depend on the largest value of all of 
 Spec             docs/formats/nvfp4.md
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from olq.alloc import TensorSpec
 from olq.methods import block_scales
 from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
-from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up
+from olq.methods.kernel_format import code_spec, codes_of, numbers, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
 BLOCK = 16
@@ -70,16 +70,21 @@ class Nvfp4(QuantMethod):
             tag=format_tag(self, geometry, dtype),
         )
 
+    judges_later = True
+
     def quantize_(
         self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
     ) -> bool:
-        """See `QuantMethod.quantize_`. Two passes over the source: its largest value, then its codes."""
+        """See `QuantMethod.quantize_`."""
+        self.write_(source, tensors, plan, target)
+        return bool(tensors["_scale_2"][target.lead][..., target.part].isfinite().all())
+
+    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
+        """See `QuantMethod.write_`. Two passes over the source: its largest value, then its codes."""
         through = plan.dtype if self.params.source_precision == "parameter" else None
         saturate = self.params.nonfinite == "saturate"
         scale_2 = tensors["_scale_2"][target.lead][..., target.part]
         torch.ops.olq.nvfp4_tensor_scale_(source, scale_2, through, saturate)
-        if not scale_2.isfinite().all():
-            return False
         torch.ops.olq.quantize_nvfp4_(
             source,
             codes_of(tensors, plan, target, codes_a_byte=2),
@@ -90,7 +95,10 @@ class Nvfp4(QuantMethod):
             through,
             saturate,
         )
-        return True
+
+    def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """See `QuantMethod.finite`."""
+        return numbers([weight["_scale_2"] for weight in weights])
 
     def dequantize_(
         self, out: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target

@@ -4,7 +4,7 @@ The box of an arrival is cut into whole scale units, which are quantized straigh
 staged until its units are whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import cast
 
@@ -53,6 +53,8 @@ class QuantizedWeight(Progress):
         super().__init__(label, parameter)
         self.method, self.plan, self.device = method, plan, device
         self._pinned = pinned
+        #: The last arrival of units that were written and not looked at yet; see `judge`.
+        self.unjudged, self._later = "", False
         self._before: Mapping[str, Tensor] | None = None
         self._copy_before = False
         self._changes: tuple[int, int] | None = None
@@ -107,7 +109,9 @@ class QuantizedWeight(Progress):
         super().retract(box)
         self._unstage(box)
 
-    def put(self, pieces: Sequence[Piece], source: Tensor, name: str, stored: Stored) -> None:
+    def put(
+        self, pieces: Sequence[Piece], source: Tensor, name: str, stored: Stored, *, later: bool = False
+    ) -> None:
         """Quantize or stage an arrival that has been claimed. Grad mode is off.
 
         Args:
@@ -115,6 +119,7 @@ class QuantizedWeight(Progress):
             source: of the arrival's shape.
             name: what it is called, for messages.
             stored: see `arrive`.
+            later: units may be judged afterwards, by `judge`, where looking at them would make a GPU wait.
 
         Raises:
             NonFiniteError: see `arrive`. The caller takes the claim back.
@@ -122,8 +127,12 @@ class QuantizedWeight(Progress):
         with self._lock:
             self._check_whole(name)
             self.prepare_tensors()
-            for piece in pieces:
-                self._take(piece, source, name, stored)
+            self._later = later and self.error is None and self.method.judges_later and _waits(self.device)
+            try:
+                for piece in pieces:
+                    self._take(piece, source, name, stored)
+            finally:
+                self._later = False
             if self._before is not None:
                 self.changes()
 
@@ -267,7 +276,10 @@ class QuantizedWeight(Progress):
         return torch.promote_types(source, torch.float32) if keep else self.plan.dtype
 
     def _quantize(self, target: Target, source: Tensor, name: str) -> None:
-        if not self.method.quantize_(source, self.tensors, self.plan, target):
+        if self._later:
+            self.method.write_(source, self.tensors, self.plan, target)
+            self.unjudged = name
+        elif not self.method.quantize_(source, self.tensors, self.plan, target):
             raise self._not_finite(target, source, name)
         if self.error is not None:
             self.error.add(self.method, self.plan, self.tensors, target, source)
@@ -299,6 +311,41 @@ class QuantizedWeight(Progress):
             need="finite values",
             remedy="repair the checkpoint, or set the method's nonfinite='saturate'",
         )
+
+
+def judge(weights: Iterable[QuantizedWeight]) -> None:
+    """Look at what was written to be judged later, in weights that are complete: one wait for the GPU.
+
+    Raises:
+        NonFiniteError: a weight got inf or NaN, and its method refuses that. Which element is not known any more, and
+            the load has to begin again.
+    """
+    groups: dict[tuple[QuantMethod, torch.device], list[QuantizedWeight]] = {}
+    for weight in weights:
+        if weight.unjudged and weight.coverage.complete:
+            groups.setdefault((weight.method, weight.device), []).append(weight)
+    answers = [(group, key[0].finite([one.tensors for one in group])) for key, group in groups.items()]
+    bad: list[QuantizedWeight] = []
+    for group, answer in answers:
+        for weight, finite in zip(group, answer.tolist(), strict=True):
+            if not finite:
+                weight.lose(weight.unjudged)
+                bad.append(weight)
+            weight.unjudged = ""
+    if bad:
+        raise NonFiniteError(
+            "A weight holds a value that is not finite.",
+            where=", ".join(one.label for one in bad[:5]),
+            found=f"{len(bad)} weights with a scale that is NaN, after their sources have been consumed",
+            need="finite values",
+            remedy="repair the sources and load again (sources='transient' names the element), or set the method's "
+            "nonfinite='saturate'",
+        )
+
+
+def _waits(device: torch.device) -> bool:
+    """Whether looking at a result waits for everything before it."""
+    return device.type != "cpu"
 
 
 def _matrices(lead: Box, source: Tensor) -> "list[tuple[tuple[int, ...], Tensor]]":

@@ -27,7 +27,7 @@ from olq.reload.cutting import Piece, cut
 from olq.reload.ledger import storage_key
 from olq.reload.online import WrappedLoader
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
-from olq.reload.quantized import QuantizedWeight
+from olq.reload.quantized import QuantizedWeight, judge
 from olq.reload.region import Box, Masks, intersect, masks, whole
 from olq.reload.trace import Trace
 from olq.reload.views import overlaps_itself, resolve, span
@@ -231,11 +231,14 @@ class Replay:
 
         Raises:
             NonFiniteError: a value is inf or NaN and its method refuses that. Its tensor has left the queue and may be
-                fed again; those behind it wait for the next flush.
+                fed again; those behind it wait for the next flush. On a GPU see `judge`.
         """
+        written: dict[QuantizedWeight, None] = {}
         with _Undisturbed():
             while (queued := self._next()) is not None:
                 self._write(queued)
+                written.update((one, None) for one, _ in queued.copies if isinstance(one, QuantizedWeight))
+            judge(written)
 
     def _next(self) -> _Queued | None:
         try:
@@ -285,7 +288,7 @@ class Replay:
             for progress, copy in queued.copies:
                 source = copy.source(queued.tensor)
                 if isinstance(progress, QuantizedWeight):
-                    progress.put(copy.pieces, source, queued.name, stored)
+                    progress.put(copy.pieces, source, queued.name, stored, later=self._stable)
                 elif isinstance(progress, PlainParameter):
                     progress.put(copy.box, source)
         except BaseException:

@@ -28,7 +28,7 @@ from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
 from olq.reload.options import LoadOptions, check_options
 from olq.reload.progress import PlainParameter, Progress
-from olq.reload.quantized import QuantizedWeight
+from olq.reload.quantized import QuantizedWeight, judge
 from olq.reload.region import whole
 from olq.reload.replay import Replay, whole_trace
 from olq.reload.reporting import build_report, build_status
@@ -232,7 +232,8 @@ class Session:
 
         Raises:
             NonFiniteError: a queued tensor holds inf or NaN and its method refuses that. It may be fed again; those
-                behind it wait for the next flush.
+                behind it wait for the next flush. On a GPU, where one look at the end serves all, the weight is named
+                and its load has to begin again.
             StateError: the session is not open.
         """
         self._need("open", "flush")
@@ -256,6 +257,7 @@ class Session:
         """
         self._need("open", "commit")
         self._replay.flush()
+        judge(one for one in self.names.progress if isinstance(one, QuantizedWeight))
         for layer in self.names.layers.values():
             online.check_parameters(layer)
         self._take_moved()

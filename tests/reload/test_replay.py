@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import olq
 from olq.errors import CoverageError, NonFiniteError, SourceError, StateError
+from olq.reload import quantized
 from reload.engine_layers import OneWeight, bytes_of, stored_bytes, weight, whole_bytes
 from reload.plans import METHODS, method_id, partitions
 from reload.small_models import Small, as_bytes, fresh, live, places, state
@@ -497,3 +498,53 @@ def test_a_parameter_whose_memory_was_taken_away_is_refused_by_name():
     model.a.bias.data = torch.empty(0, dtype=torch.bfloat16)
     with pytest.raises(SourceError, match=r"a\.bias"):
         olq.reload(model, weights)
+
+
+@pytest.fixture
+def judged_later(monkeypatch):
+    """As on a GPU: what is queued is looked at once, at the end of the flush."""
+    monkeypatch.setattr(quantized, "_waits", lambda device: True)
+
+
+@pytest.mark.usefixtures("judged_later")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
+def test_what_is_judged_at_the_flush_is_refused_by_its_weight(method, value):
+    name, params = method
+    model, cold = Fused(name, params), Fused(name, params)
+
+    def run(weights):
+        with olq.session(model, sources="stable") as session:
+            session.load(iter(weights.items()))
+            session.flush()
+            return session.commit()
+
+    run(sources(1))
+    assert run(sources(2)).replayed == 4
+    bad = sources(3)
+    bad["k"][3, 5] = value
+    with pytest.raises(NonFiniteError, match=r"where: +weight\n.*1 weights with a scale that is NaN"):
+        run(bad)
+    with pytest.raises(StateError, match="whose load failed"):
+        model.quant_method.apply(model, torch.randn(1, 64))
+    run(sources(4))
+    olq.load(cold, iter(sources(4).items()))
+    assert as_bytes(model) == as_bytes(cold)
+
+
+@pytest.mark.usefixtures("judged_later")
+def test_a_weight_is_judged_when_it_is_whole():
+    layer = OneWeight(lambda p, t, i: p[8 * i : 8 * i + 8].copy_(t))
+    values = weight(16, 32)
+    spoiled = values.clone()
+    spoiled[0, 0] = float("nan")
+    with olq.session(layer) as session:
+        for i in range(2):
+            session.feed("weight", values[8 * i : 8 * i + 8], i)
+    session = olq.session(layer, sources="stable").begin()
+    session.feed("weight", spoiled[:8], 0)
+    session.flush()  # the other half's scales may be anything yet
+    session.feed("weight", spoiled[8:], 1)
+    with pytest.raises(NonFiniteError, match="1 weights with a scale that is NaN"):
+        session.flush()
+    session.abort()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import replay
+from benchmarks import reload_gpu, replay
 from olq.reload import quantized
 
 
@@ -25,7 +25,9 @@ def test_wrong_bytes_are_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(
         quantized.QuantizedWeight,
         "put",
-        lambda self, pieces, source, name, stored: put(self, pieces, source * 2, name, stored),
+        lambda self, pieces, source, name, stored, **later: put(
+            self, pieces, source * 2, name, stored, **later
+        ),
     )
     assert replay.main(["--layers", "2", "--rounds", "1"]) == 1
     assert "NOT TIMED" in capsys.readouterr().out
@@ -37,3 +39,20 @@ def test_the_method_quantizes_again_after_the_clock_has_stopped():
     with replay.nothing_quantized(model):
         assert type(model[0].quant_method).quantize_ is not before
     assert type(model[0].quant_method).quantize_ is before
+
+
+@pytest.mark.parametrize("method", reload_gpu.BYTES)
+def test_the_benchmark_of_a_whole_model_compares_bytes_first(method, monkeypatch):
+    small = {
+        "qkv_proj": (64, {"q_proj": 64, "k_proj": 16, "v_proj": 16}),
+        "gate_up_proj": (64, {"gate_proj": 96, "up_proj": 96}),
+    }
+    monkeypatch.setattr(reload_gpu, "LAYERS", small)
+    assert reload_gpu.same_bytes(method, "cpu")
+    put = quantized.QuantizedWeight.put
+
+    def spoiled(self, pieces, source, name, stored, *, later=False):
+        put(self, pieces, source * 2, name, stored, later=later)
+
+    monkeypatch.setattr(quantized.QuantizedWeight, "put", spoiled)
+    assert not reload_gpu.same_bytes(method, "cpu")
