@@ -9,10 +9,11 @@ from reload.small_models import as_bytes
 
 
 class Fused(nn.Module):
-    """A fused layer with shard ids, a norm, and a loop of its own."""
+    """A fused layer with shard ids, a norm, and a loop of its own; it counts what its loaders do."""
 
     def __init__(self, method: str = "fp8", **params: str) -> None:
         super().__init__()
+        self.calls: list[str] = []
         self.quant_method = olq.get_method(method, **params)
         self.quant_method.create_weights(
             self, 64, (48, 16, 16), dtype=torch.bfloat16, weight_loader=self.load_shard
@@ -21,6 +22,7 @@ class Fused(nn.Module):
 
     def load_shard(self, parameter: Tensor, tensor: Tensor, shard: str) -> None:
         """Copy one shard into its rows."""
+        self.calls.append(shard)
         start, rows = {"q": (0, 48), "k": (48, 16), "v": (64, 16)}[shard]
         parameter.narrow(0, start, rows).copy_(tensor)
 
@@ -28,6 +30,7 @@ class Fused(nn.Module):
         """Names are q, k, v and norm."""
         for name, tensor in weights:
             if name == "norm":
+                self.calls.append(name)
                 self.norm.copy_(tensor)
             else:
                 self.weight.weight_loader(self.weight, tensor, name)

@@ -3,59 +3,18 @@
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 import olq
 from olq.errors import CoverageError, NonFiniteError, SourceError, StateError
 from olq.reload import quantized
 from reload.engine_layers import OneWeight, bytes_of, stored_bytes, weight, whole_bytes
+from reload.fused_model import Fused, sources
 from reload.plans import METHODS, method_id, partitions
 from reload.small_models import Small, as_bytes, fresh, live, places, state
-
-
-class Fused(nn.Module):
-    """A fused layer with shard ids, a norm, and a loop of its own; it counts what its loader does.
-
-    Args:
-        method: of the layer.
-        params: of the method.
-    """
-
-    def __init__(self, method: str = "fp8", params: dict[str, str] | None = None) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-        self.quant_method = olq.get_method(method, **(params or {}))
-        self.quant_method.create_weights(
-            self, 64, (48, 16, 16), dtype=torch.bfloat16, weight_loader=self.load_shard
-        )
-        self.norm = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16), requires_grad=False)
-
-    def load_shard(self, parameter: Tensor, tensor: Tensor, shard: str) -> None:
-        """Copy one shard into its rows."""
-        self.calls.append(shard)
-        start, rows = {"q": (0, 48), "k": (48, 16), "v": (64, 16)}[shard]
-        parameter.narrow(0, start, rows).copy_(tensor)
-
-    def load_weights(self, weights) -> None:
-        """Names are q, k, v and norm."""
-        for name, tensor in weights:
-            if name == "norm":
-                self.calls.append(name)
-                self.norm.copy_(tensor)
-            else:
-                self.weight.weight_loader(self.weight, tensor, name)
-
-
-def sources(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """What `Fused` loads."""
-    draw = torch.Generator().manual_seed(seed)
-    shapes = {"q": (48, 64), "norm": (64,), "k": (16, 64), "v": (16, 64)}
-    return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("through", ["load_weights", "feed"])
@@ -63,7 +22,7 @@ def sources(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
 def test_a_replayed_load_equals_a_cold_one_and_runs_no_loader(method, stable, through):
     name, params = method
-    model, cold = Fused(name, params), Fused(name, params)
+    model, cold = Fused(name, **params), Fused(name, **params)
     olq.load(cold, sources(2).items(), replay=False)
 
     def run(weights):
@@ -331,131 +290,6 @@ def test_an_abort_with_a_queue_has_written_nothing():
     assert as_bytes(model) == before
 
 
-def test_a_name_that_a_loader_ignores_is_ignored_without_it():
-    asked = []
-
-    class Picky(Fused):
-        def load_weights(self, weights) -> None:
-            def wanted():
-                for name, tensor in weights:
-                    asked.append(name)
-                    if name != "rotary":
-                        yield name, tensor
-
-            super().load_weights(wanted())
-
-    model = Picky()
-    for seed in (1, 2):
-        asked.clear()
-        report = olq.load(model, iter({"rotary": torch.ones(3), **sources(seed)}.items()))
-        assert report.surplus == {"rotary": "the model's load_weights wrote nothing for it"}
-    assert asked == []
-    olq.load(model, iter({"rotary": torch.ones(4), **sources(3)}.items()))
-    assert asked == ["rotary"], "another shape may be wanted"
-
-
-LOOPS = {
-    "counts names": lambda m, seen: None if len(seen) == 4 else pytest.fail(f"saw {seen} only"),
-    "is content": lambda m, seen: None,
-}
-
-
-@pytest.mark.parametrize("kind", LOOPS)
-def test_a_loop_that_only_copies_is_not_called_when_nothing_is_left_for_it(kind):
-    class Counting(Fused):
-        def load_weights(self, weights) -> None:
-            seen = []
-            super().load_weights((seen.append(name) or (name, tensor)) for name, tensor in weights)
-            LOOPS[kind](self, seen)
-
-    model = Counting()
-    for seed in (1, 2, 3):
-        olq.load(model, iter(sources(seed).items()))
-    cold = Fused()
-    olq.load(cold, iter(sources(3).items()))
-    assert as_bytes(model) == as_bytes(cold)
-
-
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_what_a_loop_does_beside_its_items_is_done_every_time(place):
-    class Shifting(Fused):
-        def load_weights(self, weights) -> None:
-            if place == "before":
-                self.norm.fill_(0)
-            super().load_weights(weights)
-            if place == "after":
-                self.norm.add_(1)
-
-    def loaded(model, seed):
-        olq.load(model, iter([(n, t) for n, t in sources(seed).items() if n != "norm" or place == "after"]))
-        return as_bytes(model)
-
-    model = Shifting()
-    for seed in (1, 2, 3):
-        assert loaded(model, seed) == loaded(Shifting(), seed)
-
-
-def test_a_loop_that_misses_replayed_names_is_told_why():
-    class Strict(Fused):
-        def load_weights(self, weights) -> None:
-            seen = []
-            super().load_weights((seen.append(name) or (name, tensor)) for name, tensor in weights)
-            if "q" not in seen:
-                raise KeyError("q")
-
-    model = Strict()
-    olq.load(model, iter(sources(1).items()))
-    other = {**sources(2), "k": sources(2)["k"].float()}
-    with pytest.raises(KeyError) as caught:
-        olq.load(model, iter(other.items()))
-    assert "needs replay=False" in caught.value.__notes__[0]
-    olq.load(model, iter(other.items()), replay=False)
-
-
-PAST_THE_DISPATCHER = {
-    "tolist": lambda t: t.tolist()[0][0],
-    "numpy": lambda t: t.view(torch.int16).numpy()[0, 0],
-    "repr": lambda t: repr(t).count("-") - 20,
-    "dlpack": lambda t: np.from_dlpack(t.view(torch.int16))[0, 0],
-    "array": lambda t: np.asarray(t.view(torch.int16))[0, 0],
-}
-
-
-@pytest.mark.parametrize("way", PAST_THE_DISPATCHER)
-def test_a_loader_that_looks_at_values_past_the_dispatcher_runs_every_time(way):
-    layer = OneWeight(lambda p, t: p.copy_(t if PAST_THE_DISPATCHER[way](t) > 0 else t[:1].expand(16, 32)))
-    for seed in range(4):
-        values = weight(16, 32, seed=seed)
-        with olq.session(layer) as session:
-            session.feed("weight", values)
-            assert session.commit().replayed == 0
-        wanted = values if PAST_THE_DISPATCHER[way](values) > 0 else values[:1].expand(16, 32).contiguous()
-        assert stored_bytes(layer) == whole_bytes(layer, wanted)
-
-
-def test_a_loader_that_pairs_tensors_runs_for_both():
-    class Pairing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quant_method = olq.get_method("mxfp8")
-            self.quant_method.create_weights(self, 32, 16, dtype=torch.bfloat16)
-
-        def load_weights(self, weights) -> None:
-            kept = {}
-            for name, tensor in weights:
-                kept[name] = tensor
-                if len(kept) == 2:
-                    self.weight[:8].copy_(kept["left"])
-                    self.weight[8:].copy_(kept["right"])
-
-    model = Pairing()
-    for seed in (1, 2, 3):
-        values = weight(16, 32, seed=seed)
-        report = olq.load(model, iter([("left", values[:8].clone()), ("right", values[8:].clone())]))
-        assert report.replayed == 0
-        assert stored_bytes(model) == whole_bytes(model, values)
-
-
 def test_a_tied_head_is_fed_by_every_load():
     model = olq.prepare(Small(tie=True))
     for _ in range(3):
@@ -511,7 +345,7 @@ def judged_later(monkeypatch):
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
 def test_what_is_judged_at_the_flush_is_refused_by_its_weight(method, value):
     name, params = method
-    model, cold = Fused(name, params), Fused(name, params)
+    model, cold = Fused(name, **params), Fused(name, **params)
 
     def run(weights):
         with olq.session(model, sources="stable") as session:
