@@ -13,7 +13,7 @@ from torch import Tensor
 
 from olq.errors import CoverageError
 from olq.reload.checks import check_shape, check_values, same_bytes
-from olq.reload.region import Box, Coverage, Masks, boxes, describe, slices
+from olq.reload.region import Box, Coverage, Masks, boxes, describe, size, slices
 
 if TYPE_CHECKING:
     from olq.reload.quantized import QuantizedWeight
@@ -34,6 +34,8 @@ class Progress:
         self.label, self.parameter = label, parameter
         self.coverage = Coverage(parameter.shape)
         self.arrivals = 0
+        #: Elements that have been claimed and whose bytes are still to be written.
+        self.waiting = 0
         #: Whether its memory, or its kernel tensors, may have been written in this load.
         self.touched = False
         #: Quantized weights that take every write to this parameter too (a quantized head tied to an embedding).
@@ -67,6 +69,12 @@ class Progress:
                 raise self._twice(box, before, name)
             self.arrivals += 1
             self.touched = True
+            self.waiting += size(box)
+
+    def settle(self, box: Box) -> None:
+        """Note that what was claimed has been written, or never will be."""
+        with self._lock:
+            self.waiting -= size(box)
 
     def _twice(self, box: Box, before: str, name: str) -> CoverageError:
         return CoverageError(

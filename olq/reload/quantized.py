@@ -322,7 +322,7 @@ def judge(weights: Iterable[QuantizedWeight]) -> None:
     """
     groups: dict[tuple[QuantMethod, torch.device], list[QuantizedWeight]] = {}
     for weight in weights:
-        if weight.unjudged and weight.coverage.complete:
+        if weight.unjudged and weight.coverage.complete and not weight.waiting:
             groups.setdefault((weight.method, weight.device), []).append(weight)
     answers = [(group, key[0].finite([one.tensors for one in group])) for key, group in groups.items()]
     bad: list[QuantizedWeight] = []

@@ -197,6 +197,7 @@ class Replay:
                 claimed += 1
         except CoverageError:
             for progress, copy in copies[:claimed]:
+                progress.settle(copy.box)
                 progress.retract(copy.box)
             return False
         queued = _Queued(name, tensor, copies)
@@ -296,6 +297,9 @@ class Replay:
                 progress.retract(copy.box)
             note_lost(stored, queued.name)
             raise
+        finally:
+            for progress, copy in queued.copies:
+                progress.settle(copy.box)
         self.count += 1
 
 

@@ -382,3 +382,25 @@ def test_a_weight_is_judged_when_it_is_whole():
     with pytest.raises(NonFiniteError, match="1 weights with a scale that is NaN"):
         session.flush()
     session.abort()
+
+
+@pytest.mark.usefixtures("judged_later")
+def test_what_another_thread_has_claimed_and_not_written_is_not_judged():
+    """Its scales may be anything yet: NaN here."""
+    torch.use_deterministic_algorithms(True)  # `empty` gives NaN
+    layer = OneWeight(lambda p, t, i: p[8 * i : 8 * i + 8].copy_(t))
+    values = weight(16, 32)
+    try:
+        with olq.session(layer) as session:
+            for i in range(2):
+                session.feed("weight", values[8 * i : 8 * i + 8], i)
+        session = olq.session(layer, sources="stable", shadow="device").begin()
+        session.feed("weight", values[:8], 0)
+        session.feed("weight", values[8:], 1)
+        late = session._replay._queue.pop()  # as if another thread were about to write it
+        session.flush()
+        session._replay._queue.append(late)
+        session.commit()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert stored_bytes(layer) == whole_bytes(layer, values)
