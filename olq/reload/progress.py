@@ -13,7 +13,7 @@ from torch import Tensor
 
 from olq.errors import CoverageError
 from olq.reload.checks import check_shape, check_values, same_bytes
-from olq.reload.region import Box, Coverage, Masks, boxes, describe, size, slices
+from olq.reload.region import Box, Coverage, Masks, boxes, describe, slices
 
 if TYPE_CHECKING:
     from olq.reload.quantized import QuantizedWeight
@@ -52,29 +52,30 @@ class Progress:
         if before is not None:
             raise self._twice(box, before, name)
 
-    def claim(self, box: Box, product: Masks, name: str) -> None:
+    def claim(self, box: Box, product: Masks, count: int, name: str) -> None:
         """Count an arrival whose bytes are about to be written, or have been queued.
 
         Args:
             box: its elements, at least one.
             product: `masks(box)`.
+            count: `size(box)`.
             name: what it is called.
 
         Raises:
             CoverageError: an element arrived before.
         """
         with self._lock:
-            before = self.coverage.claim(box, product, name)
+            before = self.coverage.claim(box, product, count, name)
             if before is not None:
                 raise self._twice(box, before, name)
             self.arrivals += 1
             self.touched = True
-            self.waiting += size(box)
+            self.waiting += count
 
-    def settle(self, box: Box) -> None:
-        """Note that what was claimed has been written, or never will be."""
+    def settle(self, count: int) -> None:
+        """Note that elements that were claimed have been written, or never will be."""
         with self._lock:
-            self.waiting -= size(box)
+            self.waiting -= count
 
     def _twice(self, box: Box, before: str, name: str) -> CoverageError:
         return CoverageError(

@@ -132,12 +132,12 @@ class Coverage:
             return None
         return next((name for other, name in self._log if all(map(intersect, other, box))), "")
 
-    def claim(self, box: Box, product: Masks, name: str) -> str | None:
+    def claim(self, box: Box, product: Masks, count: int, name: str) -> str | None:
         """Add a box's elements if none of them is there: what replayed arrivals do, which seldom meet others.
 
         Args:
             box: the elements, at least one.
-            product: `masks(box)`.
+            product: `masks(box)`, and `count`, `size(box)`: whoever repeats an arrival has them.
             name: how they arrived.
 
         Returns:
@@ -146,7 +146,7 @@ class Coverage:
         for other in self._products:
             if all(a & b for a, b in zip(other, product, strict=True)):
                 return self.find(box)
-        self.count += size(box)
+        self.count += count
         self._insert(product)
         self._log.append((box, name))
         return None

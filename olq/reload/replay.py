@@ -28,7 +28,7 @@ from olq.reload.ledger import storage_key
 from olq.reload.online import WrappedLoader
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
 from olq.reload.quantized import QuantizedWeight, judge
-from olq.reload.region import Box, Masks, intersect, masks, whole
+from olq.reload.region import Box, Masks, intersect, masks, size, whole
 from olq.reload.trace import Trace
 from olq.reload.views import overlaps_itself, resolve, span
 
@@ -52,6 +52,7 @@ class Copy:
         made_for: how it is stored and the loader it has: a layer of the same name with others takes no such plan.
         box: its elements.
         product: `masks(box)`.
+        elements: `size(box)`.
         view: (size, strides, offset) of the source relative to the fed tensor; None is all of it.
         pieces: how a quantized weight cuts it.
     """
@@ -61,6 +62,7 @@ class Copy:
     made_for: tuple[WeightPlan | None, Any]
     box: Box
     product: Masks
+    elements: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
     pieces: tuple[Piece, ...]
 
@@ -193,20 +195,22 @@ class Replay:
         claimed = 0
         try:
             for progress, copy in copies:
-                progress.claim(copy.box, copy.product, name)
+                progress.claim(copy.box, copy.product, copy.elements, name)
                 claimed += 1
         except CoverageError:
             for progress, copy in copies[:claimed]:
-                progress.settle(copy.box)
+                progress.settle(copy.elements)
                 progress.retract(copy.box)
             return False
         queued = _Queued(name, tensor, copies)
         # A loader may read or transform what has memory: only what nobody sees before the commit can wait.
         if self._stable and not any(isinstance(progress, PlainParameter) for progress, _ in copies):
             self._queue.append(queued)
-        else:
+        elif tensor.requires_grad or active_counter() is not None:
             with _Undisturbed():
                 self._write(queued)
+        else:  # nothing here has a gradient, and nobody watches
+            self._write(queued)
         return True
 
     @property
@@ -299,7 +303,7 @@ class Replay:
             raise
         finally:
             for progress, copy in queued.copies:
-                progress.settle(copy.box)
+                progress.settle(copy.elements)
         self.count += 1
 
 
@@ -348,7 +352,7 @@ def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:
         view = tuple(source.shape), source.stride(), int(source.storage_offset() - tensor.storage_offset())
     pieces = tuple(cut(progress.plan, box)) if isinstance(progress, QuantizedWeight) else ()
     made_for = _made_for(progress)
-    return Copy(progress.label, progress.parameter.shape, made_for, box, masks(box), view, pieces)
+    return Copy(progress.label, progress.parameter.shape, made_for, box, masks(box), size(box), view, pieces)
 
 
 def _made_for(progress: Progress) -> tuple[WeightPlan | None, Any]:
