@@ -46,6 +46,7 @@ MODES = st.fixed_dictionaries(
         "replay": st.sampled_from((True, True, False)),
     }
 )
+ENDS = ("none", "rest", "rest", "nan", "abort", "drop")
 FLOATS = st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float32))
 
 
@@ -70,7 +71,7 @@ class Machine(RuleBasedStateMachine):
         """Most often begin with a model that is live and has plans."""
         for _ in range(times):
             self.begin({"scope": None, "shadow": None, "sources": "transient", "replay": True})
-            self.feed_the_rest_and_commit(number)
+            self.feed_the_rest_and_commit(number, torch.bfloat16)
 
     def teardown(self) -> None:
         """End what is open: tensors of a load that nobody gave up have to be written by somebody."""
@@ -91,8 +92,34 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(StateError, match=r"a session that is aborted"):
                 old.commit()
 
-    @rule(mode=MODES)
+    @rule(
+        mode=MODES,
+        fed=st.sets(ITEMS),
+        number=NUMBERS,
+        dtype=FLOATS,
+        end=st.sampled_from(ENDS),
+        data=st.data(),
+    )
+    def begin_and_feed(
+        self, mode: dict, fed: set[str], number: int, dtype: torch.dtype, end: str, data
+    ) -> None:
+        """A story in one step: what needs four rules in a row seldom happens by itself."""
+        before = self.truth.load
+        self.begin(mode)
+        if self.truth.load is before or not self.is_open:
+            return
+        for item in sorted(fed & self.outstanding):
+            self.feed_item(item, number, dtype)
+        if end == "nan" and self.may_be_nan:
+            self.feed_nan(data)
+            self.flush()
+        elif end == "rest":
+            self.feed_the_rest_and_commit(number, dtype)
+        elif end in ("abort", "drop"):
+            getattr(self, end)()
+
     def begin(self, mode: dict) -> None:
+        """Begin if that is legal, or see it refused."""
         load, old, session = self.truth.load, self.session, olq.session(self.model, **mode)
         if self.tell(mode):
             self.session = session.begin()
@@ -145,10 +172,10 @@ class Machine(RuleBasedStateMachine):
             self.session = None
 
     @precondition(lambda self: self.is_open)
-    @rule(number=NUMBERS)
-    def feed_the_rest_and_commit(self, number: int) -> None:
+    @rule(number=NUMBERS, dtype=FLOATS)
+    def feed_the_rest_and_commit(self, number: int, dtype: torch.dtype) -> None:
         for item in sorted(self.outstanding):
-            self.feed_item(item, number, torch.bfloat16)
+            self.feed_item(item, number, dtype)
         self.commit()
 
     def committed(self, report: olq.Report, load) -> None:
@@ -386,4 +413,21 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=25)
+TestMachine.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("shadow", [None, "device", "host"])
+@pytest.mark.parametrize("end", ["abort", "drop"])
+def test_what_is_queued_when_a_load_ends_is_never_written(shadow, end):
+    """A story that the machine seldom draws."""
+    machine = Machine()
+    machine.start(number=1, times=1)
+    machine.begin({"scope": None, "shadow": shadow, "sources": "stable", "replay": True})
+    for item in ("q", "d0", "d1", "mid"):
+        machine.feed_item(item, 2, torch.bfloat16)
+    assert len(machine.truth.load.queue) == 4
+    getattr(machine, end)()
+    machine.memory_holds_the_bytes_of_cold_loads()
+    machine.calls_are_legal_exactly_when_the_model_is_whole()
+    machine.teardown()
+    machine.memory_holds_the_bytes_of_cold_loads()
