@@ -182,10 +182,8 @@ class Replay:
             NonFiniteError: without stable sources, a value is inf or NaN and its method refuses that.
         """
         key = _key(name, loader_args)
-        plan = self._plans.get(key) if key is not None else None
-        if plan is None or key is None or not plan.fits(tensor):
-            return False
-        if plan.key != (self._plan_key(name) if self._plan_key is not None else None):
+        plan = self._plan_for(key, name, tensor)
+        if plan is None or key is None:
             return False
         copies = self._resolved.get(key)
         if copies is None:
@@ -226,10 +224,18 @@ class Replay:
 
     def ignores(self, name: str, tensor: Tensor) -> bool:
         """Whether the model's load_weights wrote nothing for such a tensor, in a load that it only made copies in."""
-        plan = self._plans.get(name)
-        if plan is None or plan.copies or not plan.fits(tensor):
-            return False
-        return plan.key == (self._plan_key(name) if self._plan_key is not None else None)
+        plan = self._plan_for(name, name, tensor)
+        return plan is not None and not plan.copies
+
+    def _plan_for(self, key: Key | None, name: str, tensor: Tensor) -> Plan | None:
+        """The plan under a key, if it was made for such a tensor and what its loader looked at is as it was."""
+        plan = self._plans.get(key) if key is not None else None
+        if plan is None or not plan.fits(tensor) or plan.key != self._looked_at(name):
+            return None
+        return plan
+
+    def _looked_at(self, name: str) -> Hashable:
+        return self._plan_key(name) if self._plan_key is not None else None
 
     def flush(self) -> None:
         """Write the bytes of everything that is queued.
@@ -262,8 +268,7 @@ class Replay:
         if copies is None or shard is None:
             self._all_recorded = False
             return
-        key = self._plan_key(name) if self._plan_key is not None else None
-        plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, key, copies)
+        plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, self._looked_at(name), copies)
         (self._new if copies else self._silent)[shard] = plan
 
     def commit(self) -> None:
