@@ -121,6 +121,11 @@ def prefixes(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
+def join(path: str, name: str) -> str:
+    """The full name of what is called `name` in the module at `path`, "" for the model itself."""
+    return f"{path}.{name}" if path else name
+
+
 def _component(glob: str) -> str:
     return r"[^.]*".join(map(re.escape, glob.split("*"))) + r"\."
 

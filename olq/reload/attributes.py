@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from olq.errors import LayoutError
 from olq.methods.state import find_state
+from olq.patterns import join
 from olq.reload.ledger import storage_key
 from olq.reload.views import span
 
@@ -283,11 +284,6 @@ def facts(tensor: Tensor) -> str:
 def key_of(tensor: Tensor) -> int:
     """Identity of the storage, or of a tensor that has none of its own."""
     return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
-
-
-def join(prefix: str, name: str) -> str:
-    """A full name."""
-    return f"{prefix}.{name}" if prefix else name
 
 
 _BARE = (

@@ -7,6 +7,7 @@ from torch import nn
 
 from olq.errors import StateError
 from olq.methods.state import LayerState, find_state
+from olq.patterns import join
 from olq.reload import derived, online
 from olq.reload.accounting import first
 from olq.reload.declarations import declarations
@@ -131,7 +132,7 @@ def _refresh_again(model: nn.Module, error: BaseException) -> None:
 def touched(names: Names) -> tuple[str, ...]:
     """Parameters, and kernel tensors of a saved model, that a load has written or begun to write."""
     restored = {
-        f"{name}.{tensor}" if name else tensor
+        join(name, tensor)
         for name, layer in names.layers.items()
         for tensor in getattr(online.load_of(layer), "restored", ())
     }

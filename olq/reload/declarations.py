@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from olq.errors import ConfigError
 from olq.methods.state import FORMAT_SUFFIX, find_state
-from olq.reload.attributes import join
+from olq.patterns import join
 
 #: Name in `vars(module)` of the list of its declarations.
 ATTRIBUTE = "quant_derived"

@@ -20,8 +20,9 @@ from olq.alloc.memory import allocate
 from olq.alloc.spec import DTYPES, TensorSpec
 from olq.errors import ConfigError, LayoutError
 from olq.methods.state import FORMAT_SUFFIX, find_state
+from olq.patterns import join
 from olq.reload import attributes
-from olq.reload.attributes import Memory, facts, find_all, join, own_tensors, same_memory, write
+from olq.reload.attributes import Memory, facts, find_all, own_tensors, same_memory, write
 from olq.reload.callbacks import Handle, on_commit, run_callbacks
 from olq.reload.declarations import (
     Declaration,

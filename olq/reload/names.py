@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from olq.errors import StateError
 from olq.methods.state import FORMAT_SUFFIX, find_state
+from olq.patterns import join
 from olq.reload import online
 from olq.reload.declarations import declared
 from olq.reload.ledger import storage_key
@@ -112,28 +113,28 @@ def collect(
     _choose(model, names, scope)
     for name, layer in list(names.layers.items()):
         state = cast("LayerState", find_state(layer))
-        if not any(scope.covers(_join(name, weight)) for weight in state.plans):
+        if not any(scope.covers(join(name, weight)) for weight in state.plans):
             del names.layers[name]
             for weight, plan in state.plans.items():
-                names.stale[_join(name, weight)] = math.prod(plan.geometry.shape)
+                names.stale[join(name, weight)] = math.prod(plan.geometry.shape)
                 for suffix in plan.tensors:
-                    _leave(names, _join(name, weight + suffix), getattr(layer, weight + suffix))
+                    _leave(names, join(name, weight + suffix), getattr(layer, weight + suffix))
             continue
         load = online.open_layer(layer, meter=meter, measure=measure, shadow=shadow)
         for weight_name, weight in load.weights.items():
-            if scope.covers(_join(name, weight_name)):
-                _add(names, weight, _join(name, weight_name), required=True)
+            if scope.covers(join(name, weight_name)):
+                _add(names, weight, join(name, weight_name), required=True)
             else:
-                names.stale[_join(name, weight_name)] = weight.parameter.numel()
-                _leave(names, _join(name, weight_name), weight.parameter)
+                names.stale[join(name, weight_name)] = weight.parameter.numel()
+                _leave(names, join(name, weight_name), weight.parameter)
     opened = set(names.layers.values())
     for name, layer in model.named_modules(remove_duplicate=False):  # a module may have several names
         if layer not in opened:
             continue
         for weight_name, plan in cast("LayerState", find_state(layer)).plans.items():
-            if _join(name, weight_name) not in names.outside:
+            if join(name, weight_name) not in names.outside:
                 for suffix in (*plan.tensors, FORMAT_SUFFIX):
-                    names.saved[_join(name, weight_name + suffix)] = layer
+                    names.saved[join(name, weight_name + suffix)] = layer
     _add_plain(model, names, scope, shadow)
     _untie(model, names)
     return names
@@ -142,13 +143,13 @@ def collect(
 def _choose(model: nn.Module, names: Names, scope: Scope) -> None:
     """Let a scope see all names, and draw in what is tied to what it covers."""
     weights = [
-        _join(name, weight)
+        join(name, weight)
         for name, layer in names.layers.items()
         for weight in cast("LayerState", find_state(layer)).plans
     ]
     plain: dict[object, list[str]] = {}
     live = {
-        _join(name, weight + suffix)
+        join(name, weight + suffix)
         for name, layer in names.layers.items()
         for weight, plan in cast("LayerState", find_state(layer)).plans.items()
         for suffix in (*plan.tensors, FORMAT_SUFFIX)
@@ -197,7 +198,7 @@ def _add_plain(model: nn.Module, names: Names, scope: Scope, shadow: str | None)
         (name, p, True) for name, p in model.named_parameters(remove_duplicate=False)
     ]
     persistent, derived = _persistent_buffers(model), declared(model)
-    unwritten = {_join(prefix, name) for prefix, found in notes(model, UNWRITTEN) for name in found}
+    unwritten = {join(prefix, name) for prefix, found in notes(model, UNWRITTEN) for name in found}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
             garbage = name in unwritten and not buffer.is_inference() and not buffer._version
@@ -263,7 +264,7 @@ def _untie(model: nn.Module, names: Names) -> None:
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
     """Names of parameters that were untied, each with the name that they were tied to."""
     return [
-        (_join(prefix, name), _join(prefix, primary))
+        (join(prefix, name), join(prefix, primary))
         for prefix, found in notes(model, TIES)
         for name, primary in found.items()
     ]
@@ -281,7 +282,7 @@ def _lost_buffer(name: str) -> StateError:
 
 def _persistent_buffers(model: nn.Module) -> set[str]:
     return {
-        _join(prefix, name)
+        join(prefix, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
@@ -294,10 +295,6 @@ def _add(names: Names, progress: Progress, name: str, *, required: bool) -> None
     names.progress.append(progress)
     if required:
         names.required.append(progress)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
@@ -326,7 +323,7 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
             if id(buffer) not in made:
                 made[id(buffer)] = buffer, _empty_like(buffer, torch.device(device))
             module._buffers[name] = made[id(buffer)][1]
-            unwritten.add(_join(prefix, name))
+            unwritten.add(join(prefix, name))
     if unwritten:
         model.__dict__[UNWRITTEN] = unwritten.union(model.__dict__.get(UNWRITTEN, ()))
     return model

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from olq.errors import LayoutError, LoaderError, StateError
 from olq.methods.guards import guard
 from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
+from olq.patterns import join
 from olq.reload.checks import check_shape, contradiction, same_bytes
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
@@ -58,7 +59,7 @@ class LayerLoad:
         method = cast("QuantMethod", layer.quant_method)
         self.weights = {
             name: QuantizedWeight(
-                _join(state.label, name),
+                join(state.label, name),
                 state.load_parameters[name],
                 method,
                 plan,
@@ -105,7 +106,7 @@ class LayerLoad:
                     continue
                 if parameter.device.type != "meta":
                     beside = shadow_device(self.shadow, parameter)
-                    self.plains[name] = PlainParameter(_join(state.label, name), parameter, beside)
+                    self.plains[name] = PlainParameter(join(state.label, name), parameter, beside)
                     self.ledger.add(self.plains[name])
                     self.late.append(self.plains[name])
                     wrap_loader(layer, name, parameter)
@@ -168,7 +169,7 @@ class WrappedLoader:
         if state.open is None:
             raise StateError(
                 "A weight loader was called while no load is open.",
-                where=_join(state.label, self.name),
+                where=join(state.label, self.name),
                 found="a live layer in kernel format" if state.live else "a layer whose load was aborted",
                 need="an open load, which puts the load-format parameter back",
                 remedy="load through olq.load, olq.reload or olq.session, or call "
@@ -234,7 +235,7 @@ def check_parameters(layer: nn.Module) -> None:
         if layer._parameters.get(name) is not parameter:
             raise LoaderError(
                 "A load-format parameter was replaced while its load was open.",
-                where=_join(state.label, name),
+                where=join(state.label, name),
                 found="another object in its place, which no loader of this load writes to",
                 need="the parameter that create_weights or prepare registered",
                 remedy="don't re-create parameters (nn.Parameter(...)) during a load: olq makes their memory",
@@ -378,7 +379,7 @@ def finish_restored(load: LayerLoad, label: str) -> str | None:
         names = [name + suffix for suffix in (*weight.plan.tensors, FORMAT_SUFFIX)]
         there = [n for n in names if n in load.restored]
         if there and len(there) < len(names):
-            missing = ", ".join(_join(label, n) for n in names if n not in load.restored)
+            missing = ", ".join(join(label, n) for n in names if n not in load.restored)
             return f"{missing} (the other tensors of this saved weight are there)"
         if there and name not in load.whole:
             weight.check_new(whole(weight.parameter.shape), "a saved quantized weight")
@@ -447,7 +448,7 @@ def _unguarded(kind: type) -> type:
 def _call_name(label: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     extra = [repr(a) for a in args[1:] if not isinstance(a, Tensor)]
     extra += [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
-    return _join(label, name) + (f" ({', '.join(extra)})" if extra else "")
+    return join(label, name) + (f" ({', '.join(extra)})" if extra else "")
 
 
 def _restore_error(label: str, found: str, need: str) -> LayoutError:
@@ -458,7 +459,3 @@ def _restore_error(label: str, found: str, need: str) -> LayoutError:
         need=need,
         remedy="prepare the model with the configuration that it was saved with, or load the full-precision checkpoint",
     )
-
-
-def _join(label: str, name: str) -> str:
-    return f"{label}.{name}" if label else name
