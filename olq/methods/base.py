@@ -12,6 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +29,9 @@ from olq.methods.state import find_state, make_state, require_live
 
 #: Elements that a forward on the reference path decodes at once (float32: 16 MiB).
 _DECODE_ELEMENTS = 4 << 20
+
+#: An operator's name in `torch.ops.olq`, and its arguments by position.
+Call = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class WeightPlan:
     tensors: Mapping[str, TensorSpec]
     tag: str
 
-    @property
+    @cached_property
     def kernel_bytes(self) -> int:
         """Bytes of all kernel tensors, padding included."""
         return sum(spec.nbytes for spec in self.tensors.values())
@@ -162,6 +166,13 @@ class QuantMethod(ABC):
     def __hash__(self) -> int:
         return hash((type(self), self.params))
 
+    @cached_property
+    def title(self) -> str:
+        """Name, and parameters that are not at their default, in words."""
+        changed = self.params.model_dump(exclude_defaults=True)
+        text = ", ".join(f"{key}={value}" for key, value in changed.items())
+        return f"{self.name} ({text})" if text else self.name
+
     #: False for a method that leaves weights as they are: no kernel format, nothing deferred.
     quantizes: ClassVar[bool] = True
 
@@ -193,9 +204,26 @@ class QuantMethod(ABC):
     #: Whether `write_` and `finite` are there: units may be written first and judged later, many weights at once.
     judges_later: ClassVar[bool] = False
 
+    def calls(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> Sequence[Call] | None:
+        """What `write_` does, as data: calls in order, which whoever has many weights may make together.
+
+        Returns:
+            Each call's first argument is the source. None if `write_` is more than calls of operators, or is not there.
+        """
+        return None
+
     def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
-        """`quantize_` without looking at the result, so that a GPU's stream does not wait. See `judges_later`."""
-        raise NotImplementedError
+        """`quantize_` without looking at the result, so that a GPU's stream does not wait. See `judges_later`.
+
+        A method has `calls`, which are made here, or a `write_` of its own, not both.
+        """
+        calls = self.calls(source, tensors, plan, target)
+        if calls is None:
+            raise NotImplementedError
+        for operator, arguments in calls:
+            getattr(torch.ops.olq, operator)(*arguments)
 
     def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Whether weights that have been written as a whole are usable, bool [len(weights)] on their device.

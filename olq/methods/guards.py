@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError, StateError
-from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
+from olq.methods.state import FORMAT_SUFFIX, LayerState, state_of
 
 if TYPE_CHECKING:
     from olq.methods.base import QuantMethod
@@ -44,7 +44,7 @@ def guard(layer: nn.Module) -> None:
 
 
 def _load_from_state_dict(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    state = cast("LayerState", find_state(layer))
+    state = state_of(layer)
     if state.open is None:
         raise StateError(
             "A state dict was loaded into a quantized layer without a session.",
@@ -57,7 +57,7 @@ def _load_from_state_dict(layer: nn.Module, state_dict: Mapping[str, Any], prefi
 
 
 def _apply(layer: nn.Module, fn: Function, recurse: bool = True) -> nn.Module:
-    state = cast("LayerState", find_state(layer))
+    state = state_of(layer)
     if not state.installed:
         _check_no_shadow(layer, state)
         _cast_load_format(layer, state, fn)

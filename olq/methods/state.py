@@ -112,7 +112,14 @@ def _plain_class(parameter: nn.Parameter) -> type:
 
 def find_state(layer: nn.Module) -> LayerState | None:
     """The layer's record, or None if it has no quantized weights."""
-    return cast("LayerState | None", layer.__dict__.get(ATTRIBUTE))
+    state: LayerState | None = layer.__dict__.get(ATTRIBUTE)
+    return state
+
+
+def state_of(layer: nn.Module) -> LayerState:
+    """The record of a layer that has quantized weights."""
+    state: LayerState = layer.__dict__[ATTRIBUTE]
+    return state
 
 
 def make_state(layer: nn.Module, device: torch.device, label: str) -> LayerState:

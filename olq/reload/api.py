@@ -12,12 +12,13 @@ from olq.methods.state import LayerState, require_live
 from olq.reload import online
 from olq.reload.accounting import missing_error
 from olq.reload.callbacks import run_callbacks
-from olq.reload.commit import go_live, layers_of
+from olq.reload.commit import go_live
 from olq.reload.names import Names
 from olq.reload.options import LoadOptions
 from olq.reload.reporting import KEPT, build_report
 from olq.reload.session import Session
 from olq.reload.sources import Weights
+from olq.reload.tree import Tree, layers_of
 from olq.report import Report
 
 
@@ -186,8 +187,9 @@ def finalize_layerwise_processing(
     staged_peak = max(state.open.meter.peak for _, state in layers.values())
     if kernel_tensors:
         _give_tensors(layers, kernel_tensors)
-    report = build_report(model, names, aliases={}, surplus={}, staged_peak=staged_peak, seconds=0.0)
-    report = go_live(model, names, report, shadow=False, partial=False)
+    tree = Tree(model)
+    report = build_report(tree, names, aliases={}, surplus={}, staged_peak=staged_peak, seconds=0.0)
+    report = go_live(tree, names, report, shadow=False, partial=False)
     model.__dict__["quant_generation"] = report.generation
     run_callbacks(model, report)
     return report

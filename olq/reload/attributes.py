@@ -7,7 +7,7 @@ and one level of plain helper objects. It never enters other modules, closures o
     undeclared   what no load writes and nobody declared, each with the reason in words: reported, not lost.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -21,6 +21,7 @@ from olq.errors import LayoutError
 from olq.methods.state import find_state
 from olq.patterns import join
 from olq.reload.ledger import storage_key
+from olq.reload.tree import Tree
 from olq.reload.views import span
 
 #: What `nn.Module` itself keeps in `vars`: parameters, buffers, modules, hooks.
@@ -127,7 +128,7 @@ def find_bare(module: nn.Module) -> tuple[list[Place], list[str]]:
 def find_all(root: nn.Module) -> dict[str, Place]:
     """Parameters, buffers and bare tensors of a module and its descendants, by name below it."""
     found: dict[str, Place] = {}
-    for prefix, module in root.named_modules():
+    for module, prefix in Tree(root).modules.items():
         own = [
             replace(_place(name, holder, name, tensor, ""), registered=True)
             for holder in (module._parameters, module._buffers)
@@ -138,19 +139,31 @@ def find_all(root: nn.Module) -> dict[str, Place]:
     return found
 
 
+def _may_hold(module: nn.Module) -> bool:
+    """Whether a look into `vars(module)` is worth its time: most modules have nothing but torch's and olq's own."""
+    for key, value in vars(module).items():
+        kind = type(value)
+        if kind in _ATOMS or key in _TORCH or key.startswith(_OLQ):
+            continue
+        items = value.values() if kind is dict else value if kind is list or kind is tuple else None
+        if items is None or not _ATOMS.issuperset(map(type, items)):
+            return True
+    return False
+
+
 class Memory:
-    """The memory that loads write: parameters, buffers and kernel tensors of a model.
+    """The memory that loads write: parameters, buffers and kernel tensors of some modules.
 
     Args:
-        model: whose.
+        modules: whose.
         without: (module, name) pairs that do not count: derived tensors.
     """
 
-    def __init__(self, model: nn.Module, without: Iterable[tuple[nn.Module, str]] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], without: Iterable[tuple[nn.Module, str]] = ()) -> None:
         skipped = {(id(module), name) for module, name in without}
         self._kept: list[Tensor] = []  # ids of storages come back once they are freed
         self._spans: dict[int, list[tuple[int, int]]] = {}
-        for module in model.modules():
+        for module in modules:
             for name, tensor in own_tensors(module):
                 if (id(module), name) not in skipped:
                     self.add(tensor)
@@ -231,36 +244,41 @@ def written(before: Mapping[str, Place], after: Mapping[str, Place]) -> set[str]
     return {path for path, new in after.items() if path not in before or not untouched(before[path], new)}
 
 
-def undeclared(model: nn.Module, declared: Mapping[nn.Module, set[str]]) -> dict[str, str]:
+def undeclared(tree: Tree, covered: Container[str]) -> dict[str, str]:
     """What no load writes and nobody declared; see `olq.reload.derived.undeclared`.
 
     Args:
-        model: whose tensors.
-        declared: by module, the names below it that `derive` or a hook takes care of.
+        tree: of the model whose tensors are looked for.
+        covered: names of what `derive` or a hook takes care of.
     """
-    prefixes = {module: prefix for prefix, module in model.named_modules()}
-    covered = {join(prefixes[module], name) for module, names in declared.items() for name in names}
-    known = Memory(model)
+    shown: list[Tensor] = []
     bare: dict[str, Place] = {}
     reasons: dict[str, str] = {}
-    for module, prefix in prefixes.items():
+    for module, prefix in tree.modules.items():
+        if not _may_hold(module):
+            continue
         places, cut = find_bare(module)
         for place in places:
             name = join(prefix, place.path)
             if name in covered:
-                known.add(place.tensor)
+                shown.append(place.tensor)
             elif place.tensor.numel():
                 bare[name] = place
         reasons |= {join(prefix, path): _CUT for path in cut}
+    if not bare:
+        return reasons
+    known = Memory(tree.modules)
+    for tensor in shown:
+        known.add(tensor)
     first: dict[int, str] = {}
     also: dict[str, int] = {}
     for name, place in bare.items():
         if known.shares(place.tensor):
             continue
-        if (shown := first.setdefault(id(place.tensor), name)) == name:
+        if (other := first.setdefault(id(place.tensor), name)) == name:
             reasons[name] = _reason(place)
         else:
-            also[shown] = also.get(shown, 0) + 1
+            also[other] = also.get(other, 0) + 1
     return {name: reason + _also(also.get(name, 0)) for name, reason in reasons.items()}
 
 

@@ -1,12 +1,11 @@
 """How a load ends for the model as a whole: it goes live, or back to what it was, or says that it can't be called."""
 
 from dataclasses import replace
-from typing import cast
 
 from torch import nn
 
 from olq.errors import StateError
-from olq.methods.state import LayerState, find_state
+from olq.methods.state import state_of
 from olq.patterns import join
 from olq.reload import derived, online
 from olq.reload.accounting import first
@@ -15,35 +14,31 @@ from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
 from olq.reload.quantized import QuantizedWeight
 from olq.reload.shadow import Shadow
+from olq.reload.tree import Tree, layers_of
 from olq.report import Report
 
 
-def layers_of(model: nn.Module) -> list[tuple[str, nn.Module, LayerState]]:
-    """The layers with quantized weights, each with its name and record."""
-    return [(name, m, state) for name, m in model.named_modules() if (state := find_state(m)) is not None]
-
-
-def need_servable(model: nn.Module, what: str) -> None:
+def need_servable(tree: Tree, what: str) -> None:
     """Raise `StateError` unless every layer can be called.
 
     Args:
-        model: any.
+        tree: of any model.
         what: what needs that, in words.
     """
-    dead = [(name, state) for name, _, state in layers_of(model) if not state.installed or state.held]
+    dead = [(name, state) for name, _, state in tree.layers if not state.installed or state.held]
     if dead:
         raise StateError(
             f"{what[0].upper()}{what[1:]} needs a model that can be called.",
-            where=first([name or type(model).__name__ for name, _ in dead], 3),
+            where=first([name or type(tree.model).__name__ for name, _ in dead], 3),
             found=dead[0][1].held or "layers without weights, or with an open load",
             need="a live model",
             remedy="load everything in place: olq.load(model, weights)",
         )
 
 
-def hold(model: nn.Module, why: str) -> None:
+def hold(tree: Tree, why: str) -> None:
     """Keep layers that stay as they are from being called while others of their model are loaded."""
-    for _, _, state in layers_of(model):
+    for _, _, state in tree.layers:
         if state.installed:
             state.held = why
 
@@ -51,18 +46,18 @@ def hold(model: nn.Module, why: str) -> None:
 def watch(names: Names, *, shadow: bool) -> None:
     """Let quantized weights count what the load changes."""
     for layer in names.layers.values():
-        state = cast("LayerState", find_state(layer))
+        state = state_of(layer)
         for name, weight in state.open.weights.items():
             if state.kernel:
                 live = {suffix: state.kernel[name + suffix] for suffix in weight.plan.tensors}
                 weight.watch(live, copy=not shadow)
 
 
-def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, partial: bool) -> Report:
+def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: bool) -> Report:
     """Install what a complete load has brought, then refresh what is derived from it.
 
     Args:
-        model: of the load.
+        tree: of the model.
         names: its layers are open and complete.
         report: of the load so far.
         shadow: the new bytes stand beside the live ones.
@@ -76,6 +71,7 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
         Exception: of a derived tensor or a hook. A shadow load has been taken back then, bit for bit; after a load in
             place no layer can be called.
     """
+    model = tree.model
     for name, layer in names.layers.items():
         if online.load_of(layer).shadow and not shadow:
             raise StateError(
@@ -85,7 +81,7 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
                 need="the session's own commit, which copies them into the live addresses",
                 remedy="call session.commit() instead of finalize_layerwise_processing(model)",
             )
-    keep_old = shadow and any(declarations(module) for module in model.modules())
+    keep_old = shadow and any(declarations(module) for module in tree.modules)
     before = derived.snapshot(model) if keep_old else None
     waiting = None
     if shadow:
@@ -94,7 +90,7 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
         waiting.put(keep_old=keep_old)
     for layer in names.layers.values():
         online.install(layer)
-    for _, _, state in layers_of(model):
+    for _, _, state in tree.layers:
         state.held = ""
     changed = None
     if partial:
@@ -112,7 +108,7 @@ def go_live(model: nn.Module, names: Names, report: Report, *, shadow: bool, par
                 f"weights whose derived tensors could not be refreshed: {type(error).__name__}: {error}",
             )
         for layer in names.layers.values():
-            cast("LayerState", find_state(layer)).generation -= 1
+            state_of(layer).generation -= 1
         raise
     return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(model))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from olq.errors import ConfigError
 from olq.methods.state import FORMAT_SUFFIX, find_state
 from olq.patterns import join
+from olq.reload.tree import Tree
 
 #: Name in `vars(module)` of the list of its declarations.
 ATTRIBUTE = "quant_derived"
@@ -104,11 +105,11 @@ def declarations(module: nn.Module) -> list[Declaration]:
     return module.__dict__.get(ATTRIBUTE, [])
 
 
-def declared(model: nn.Module) -> set[str]:
+def declared(tree: Tree) -> set[str]:
     """Full names of all derived tensors, under every name of their modules, whether they exist yet or not."""
     return {
         join(prefix, one.name)
-        for prefix, module in model.named_modules(remove_duplicate=False)
+        for prefix, module in tree.named
         for one in declarations(module)
         if not one.hook
     }

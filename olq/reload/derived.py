@@ -10,7 +10,7 @@ Elsewhere what is declared: `olq.reload.declarations`; tensors that nobody decla
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,7 @@ from olq.reload.declarations import (
     move_home,
 )
 from olq.reload.rollback import Snapshot, snapshot
+from olq.reload.tree import Tree
 
 __all__ = [
     "Handle",
@@ -102,11 +103,14 @@ def refresh(
 
     Peak memory: one derived tensor twice.
     """
-    nodes = _in_order(_collect(model))
+    tree = Tree(model)
+    nodes = _in_order(_collect(tree.modules))
     if not nodes:
         return Refreshed((), ())
-    dirty = None if changed is None else _with_sharers(model, set(changed))
-    weights = Memory(model, [(one.module, one.declaration.name) for one in nodes if not one.declaration.hook])
+    dirty = None if changed is None else _with_sharers(tree.modules, set(changed))
+    weights = Memory(
+        tree.modules, [(one.module, one.declaration.name) for one in nodes if not one.declaration.hook]
+    )
     ran: dict[_Node, None] = {}
     skipped: list[str] = []
     for node in nodes:
@@ -137,11 +141,14 @@ def undeclared(model: nn.Module) -> dict[str, str]:
     Returns:
         Full name to the reason, in words. Tensors on the meta device have a reason of their own.
     """
-    known = {
-        module: {name for one in declarations(module) for name in (one.wrote if one.hook else (one.name,))}
-        for module in model.modules()
+    tree = Tree(model)
+    covered = {
+        join(prefix, name)
+        for module, prefix in tree.modules.items()
+        for one in declarations(module)
+        for name in (one.wrote if one.hook else (one.name,))
     }
-    return attributes.undeclared(model, known)
+    return attributes.undeclared(tree, covered)
 
 
 def _compute(node: _Node, weights: Memory) -> None:
@@ -235,9 +242,8 @@ def _kernel_names(root: nn.Module) -> set[str]:
     }
 
 
-def _collect(model: nn.Module) -> list[_Node]:
-    """Every declaration of the model with what it needs."""
-    names = {module: prefix for prefix, module in model.named_modules()}
+def _collect(names: Mapping[nn.Module, str]) -> list[_Node]:
+    """Every declaration of a model's modules with what it needs."""
     nodes: list[_Node] = []
     for module, prefix in names.items():
         for one in declarations(module):
@@ -322,15 +328,13 @@ def _circle(node: _Node, waiting: dict[_Node, int]) -> ConfigError:
     )
 
 
-def _with_sharers(model: nn.Module, changed: set[nn.Module]) -> set[nn.Module]:
+def _with_sharers(modules: Iterable[nn.Module], changed: set[nn.Module]) -> set[nn.Module]:
     """The modules that changed, and those that hold the same memory: tied weights."""
-    written = Memory(nn.Module())
+    written = Memory(())
     for module in changed:
         for _, tensor in own_tensors(module):
             written.add(tensor)
-    return changed | {
-        module for module in model.modules() if any(written.shares(t) for _, t in own_tensors(module))
-    }
+    return changed | {module for module in modules if any(written.shares(t) for _, t in own_tensors(module))}
 
 
 def _layout_error(node: _Node, found: str, need: str, remedy: str) -> LayoutError:

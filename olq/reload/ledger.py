@@ -21,7 +21,9 @@ class Ledger:
     """The parameters of a load, by storage. Threads may share it.
 
     `data_ptr` is 0 on the meta device and ids of freed storages come back, so the ledger holds an alias of each
-    parameter as it was when the load began.
+    parameter as it was when the load began. Load-format parameters of quantized weights keep their storage while they
+    are open (assignments to their data are copies), so they are indexed when somebody first asks: a load that is
+    replayed never does.
 
     Args:
         progress: the parameters.
@@ -30,6 +32,7 @@ class Ledger:
     def __init__(self, progress: Iterable[Progress] = ()) -> None:
         self._by_storage: dict[int, tuple[tuple[int, int, Progress], ...]] = {}
         self._aliases: dict[int, Tensor] = {}
+        self._waiting: dict[int, QuantizedWeight] = {}
         self._lock = Lock()
         self._first: QuantizedWeight | None = None
         #: Whether writes onto some parameters go to memory beside theirs.
@@ -44,22 +47,35 @@ class Ledger:
 
     def add(self, progress: Progress) -> None:
         """Track a parameter. A second time changes nothing."""
-        if id(progress) in self._aliases:
+        if id(progress) in self._aliases or id(progress) in self._waiting:
             return
         with self._lock:
-            if id(progress) in self._aliases:
-                return
-            alias = progress.parameter.detach()
-            key = storage_key(alias)
-            if alias.numel():
-                self._by_storage[key] = (*self._by_storage.get(key, ()), (*span(alias), progress))
-            if self._first is None and isinstance(progress, QuantizedWeight):
-                self._first = progress
-            self._aliases[id(progress)] = alias
-            self.shadowed |= isinstance(progress, PlainParameter) and progress.shadowed
+            if isinstance(progress, QuantizedWeight):
+                if self._first is None:
+                    self._first = progress
+                if id(progress) not in self._aliases:
+                    self._waiting[id(progress)] = progress
+            elif id(progress) not in self._aliases:
+                self._index(progress)
+                self.shadowed |= isinstance(progress, PlainParameter) and progress.shadowed
+
+    def _index(self, progress: Progress) -> None:
+        alias = progress.parameter.detach()
+        key = storage_key(alias)
+        if alias.numel():
+            self._by_storage[key] = (*self._by_storage.get(key, ()), (*span(alias), progress))
+        self._aliases[id(progress)] = alias
+
+    def _index_waiting(self) -> None:
+        with self._lock:
+            for progress in self._waiting.values():
+                self._index(progress)
+            self._waiting = {}
 
     def find(self, tensor: Tensor) -> tuple[Progress, ...]:
         """The parameters that a view may show elements of: one, unless several lie in one flat storage."""
+        if self._waiting:
+            self._index_waiting()
         found = self._by_storage.get(storage_key(tensor))
         if found is None or not tensor.numel():
             return ()

@@ -2,15 +2,16 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from olq.errors import StateError
-from olq.methods.state import FORMAT_SUFFIX, find_state
+from olq.methods.state import FORMAT_SUFFIX, find_state, state_of
 from olq.patterns import join
 from olq.reload import online
 from olq.reload.declarations import declared
@@ -20,9 +21,7 @@ from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Coverage
 from olq.reload.scope import Scope
 from olq.reload.stage import Meter
-
-if TYPE_CHECKING:
-    from olq.methods.state import LayerState
+from olq.reload.tree import Tree
 
 #: Attribute of a prepared model: names of untied parameters to the name that they were tied to.
 TIES = "quant_ties"
@@ -38,7 +37,7 @@ class Names:
         layers: layers with quantized weights, by name.
         routes: names that a source may use, each with what is behind it.
         aliases: second names of tied parameters, each with the first name.
-        saved: names of kernel tensors and tags of a saved model, each with its layer.
+        opened: every name of every layer that is open, with the layer.
         progress: every parameter and persistent buffer, once.
         required: those without which a load is not complete.
         leaders: for a weight that was untied, the parameter whose arrivals it takes.
@@ -49,12 +48,23 @@ class Names:
     layers: dict[str, nn.Module] = field(default_factory=dict)
     routes: dict[str, Progress] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    saved: dict[str, nn.Module] = field(default_factory=dict)
+    opened: list[tuple[str, nn.Module]] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     required: list[Progress] = field(default_factory=list)
     leaders: dict[QuantizedWeight, Progress] = field(default_factory=dict)
     outside: dict[str, Outside] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def saved(self) -> dict[str, nn.Module]:
+        """Names of kernel tensors and tags of a saved model, each with its layer."""
+        return {
+            full: layer
+            for name, layer in self.opened
+            for weight, plan in state_of(layer).plans.items()
+            if join(name, weight) not in self.outside
+            for full in (join(name, weight + suffix) for suffix in (*plan.tensors, FORMAT_SUFFIX))
+        }
 
     def names_of(self, progress: Progress) -> list[str]:
         """All names under which a parameter may arrive, that of its saved codes' tag included."""
@@ -82,7 +92,7 @@ class Names:
 
 
 def collect(
-    model: nn.Module,
+    tree: Tree,
     meter: Meter,
     measure: bool,
     *,
@@ -92,7 +102,7 @@ def collect(
     """Open the layers of a model and list what may arrive.
 
     Args:
-        model: has layers with quantized weights, none of them open.
+        tree: of a model that has layers with quantized weights, none of them open.
         meter: counts staged bytes.
         measure: whether to keep quantization errors.
         scope: what a partial load covers; None is everything.
@@ -104,22 +114,17 @@ def collect(
     """
     names = Names()
     scope = scope or Scope()
-    for name, layer in model.named_modules():
-        state = find_state(layer)
-        if state is None:
-            continue
+    if scope.partial:
+        _choose(tree, scope)
+    for name, layer, state in tree.layers:
         state.label = name
-        names.layers[name] = layer
-    _choose(model, names, scope)
-    for name, layer in list(names.layers.items()):
-        state = cast("LayerState", find_state(layer))
         if not any(scope.covers(join(name, weight)) for weight in state.plans):
-            del names.layers[name]
             for weight, plan in state.plans.items():
                 names.stale[join(name, weight)] = math.prod(plan.geometry.shape)
                 for suffix in plan.tensors:
                     _leave(names, join(name, weight + suffix), getattr(layer, weight + suffix))
             continue
+        names.layers[name] = layer
         load = online.open_layer(layer, meter=meter, measure=measure, shadow=shadow)
         for weight_name, weight in load.weights.items():
             if scope.covers(join(name, weight_name)):
@@ -128,39 +133,26 @@ def collect(
                 names.stale[join(name, weight_name)] = weight.parameter.numel()
                 _leave(names, join(name, weight_name), weight.parameter)
     opened = set(names.layers.values())
-    for name, layer in model.named_modules(remove_duplicate=False):  # a module may have several names
-        if layer not in opened:
-            continue
-        for weight_name, plan in cast("LayerState", find_state(layer)).plans.items():
-            if join(name, weight_name) not in names.outside:
-                for suffix in (*plan.tensors, FORMAT_SUFFIX):
-                    names.saved[join(name, weight_name + suffix)] = layer
-    _add_plain(model, names, scope, shadow)
-    _untie(model, names)
+    names.opened = [(name, module) for name, module in tree.named if module in opened]
+    _add_plain(tree, names, scope, shadow)
+    _untie(tree, names)
     return names
 
 
-def _choose(model: nn.Module, names: Names, scope: Scope) -> None:
+def _choose(tree: Tree, scope: Scope) -> None:
     """Let a scope see all names, and draw in what is tied to what it covers."""
-    weights = [
-        join(name, weight)
-        for name, layer in names.layers.items()
-        for weight in cast("LayerState", find_state(layer)).plans
-    ]
+    weights = [join(name, weight) for name, _, state in tree.layers for weight in state.plans]
     plain: dict[object, list[str]] = {}
     live = {
         join(name, weight + suffix)
-        for name, layer in names.layers.items()
-        for weight, plan in cast("LayerState", find_state(layer)).plans.items()
+        for name, _, state in tree.layers
+        for weight, plan in state.plans.items()
         for suffix in (*plan.tensors, FORMAT_SUFFIX)
     }
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in (*tree.parameters(), *((name, buffer) for name, buffer, _ in tree.buffers())):
         if name not in live and name not in weights:
             plain.setdefault(_identity(tensor), []).append(name)
-    scope.choose(weights, plain.values(), [(name, first) for name, first in _ties(model)])
+    scope.choose(weights, plain.values(), _ties(tree))
 
 
 def _is_tag(name: str, weights: Iterable[str]) -> bool:
@@ -173,13 +165,6 @@ def _leave(names: Names, name: str, tensor: Tensor) -> None:
     names.outside[name] = Outside(name, tensor)
 
 
-def notes(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
-    """What `prepare` and `materialize` noted on a model and its parts, each with the part's name."""
-    for name, module in model.named_modules():
-        if attribute in module.__dict__:
-            yield name, module.__dict__[attribute]
-
-
 def near(name: str, known: Iterable[str]) -> str:
     """Close matches of a name, in words for a message."""
     found = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
@@ -189,18 +174,16 @@ def near(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
-def _add_plain(model: nn.Module, names: Names, scope: Scope, shadow: str | None) -> None:
+def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> None:
     """Everything that is not a quantized weight: parameters, and the buffers that a checkpoint may hold."""
     seen: dict[object, tuple[str, Progress]] = {
         _identity(one.parameter): (one.label, one) for one in names.progress
     }
-    tensors: list[tuple[str, Tensor, bool]] = [
-        (name, p, True) for name, p in model.named_parameters(remove_duplicate=False)
-    ]
-    persistent, derived = _persistent_buffers(model), declared(model)
-    unwritten = {join(prefix, name) for prefix, found in notes(model, UNWRITTEN) for name in found}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:
+    tensors: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in tree.parameters()]
+    derived = declared(tree)
+    unwritten = {join(prefix, name) for prefix, found in tree.notes(UNWRITTEN) for name in found}
+    for name, buffer, persistent in tree.buffers():
+        if persistent:
             garbage = name in unwritten and not buffer.is_inference() and not buffer._version
             tensors.append((name, buffer, garbage))
         elif buffer.device.type == "meta" and name not in derived:
@@ -251,9 +234,9 @@ def _plain_of(names: Names, name: str, tensor: Tensor, shadow: str | None) -> Pr
     return PlainParameter(name, tensor, online.shadow_device(shadow, tensor))
 
 
-def _untie(model: nn.Module, names: Names) -> None:
+def _untie(tree: Tree, names: Names) -> None:
     """Parameters that were one object before prepare: the second takes what arrives for the first."""
-    for name, primary in _ties(model):
+    for name, primary in _ties(tree):
         follower, leader = names.routes.get(name), names.routes.get(primary)
         if isinstance(follower, QuantizedWeight) and leader is not None:
             leader.followers.append(follower)
@@ -261,11 +244,11 @@ def _untie(model: nn.Module, names: Names) -> None:
             names.routes[name], names.aliases[name] = leader, leader.label
 
 
-def _ties(model: nn.Module) -> list[tuple[str, str]]:
+def _ties(tree: Tree) -> list[tuple[str, str]]:
     """Names of parameters that were untied, each with the name that they were tied to."""
     return [
         (join(prefix, name), join(prefix, primary))
-        for prefix, found in notes(model, TIES)
+        for prefix, found in tree.notes(TIES)
         for name, primary in found.items()
     ]
 
@@ -278,15 +261,6 @@ def _lost_buffer(name: str) -> StateError:
         need="the values that the module's constructor computes",
         remedy="construct the model under olq.meta_parameters() instead of torch.device('meta'), or set the buffer",
     )
-
-
-def _persistent_buffers(model: nn.Module) -> set[str]:
-    return {
-        join(prefix, name)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def _add(names: Names, progress: Progress, name: str, *, required: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from olq.errors import LayoutError, LoaderError, StateError
 from olq.methods.guards import guard
-from olq.methods.state import FORMAT_SUFFIX, LayerState, find_state
+from olq.methods.state import FORMAT_SUFFIX, LayerState, state_of
 from olq.patterns import join
 from olq.reload.checks import check_shape, contradiction, same_bytes
 from olq.reload.counter import CopyCounter, active_counter
@@ -49,7 +49,7 @@ class LayerLoad:
         measure: bool = False,
         shadow: str | None = None,
     ) -> None:
-        state = cast("LayerState", find_state(layer))
+        state = state_of(layer)
         self.meter = meter or Meter()
         self.measure = measure
         self.shadow = shadow
@@ -138,7 +138,7 @@ class WrappedLoader:
         Raises:
             StateError: no load is open, so that checkpoint data would land in kernel tensors.
         """
-        state = cast("LayerState", find_state(self.layer))
+        state = state_of(self.layer)
         counter = active_counter()
         if (plain := self._loaded_alone(state, parameter)) is not None and counter is not None:
             with counter.scope(_call_name(state.label, self.name, args, kwargs), [plain]):
@@ -204,7 +204,7 @@ def open_layer(
         measure: whether to keep quantization errors.
         shadow: see `LayerLoad`. The layer is live, and can be called throughout.
     """
-    state = cast("LayerState", find_state(layer))
+    state = state_of(layer)
     if state.open is not None:
         return state.open
     if state.live:
@@ -225,12 +225,12 @@ def open_layer(
 
 def load_of(layer: nn.Module) -> LayerLoad:
     """The running load of an open layer."""
-    return cast("LayerState", find_state(layer)).open
+    return state_of(layer).open
 
 
 def check_parameters(layer: nn.Module) -> None:
     """Raise if somebody replaced a load-format parameter while the layer was open."""
-    state = cast("LayerState", find_state(layer))
+    state = state_of(layer)
     for name, parameter in state.load_parameters.items():
         if layer._parameters.get(name) is not parameter:
             raise LoaderError(
@@ -242,24 +242,21 @@ def check_parameters(layer: nn.Module) -> None:
             )
 
 
-@torch.inference_mode(False)  # or parameters made here could not be used outside of it
 def install(layer: nn.Module) -> None:
     """Put the finished kernel tensors into the module: the layer is live, one generation on."""
-    state = cast("LayerState", find_state(layer))
+    state = state_of(layer)
     load: LayerLoad = state.open
-    tensors: dict[str, nn.Parameter] = {}
+    tensors: dict[str, Tensor] = {}
     for name, weight in load.weights.items():
-        if not state.kernel:
-            weight.prepare_tensors()  # a weight without elements has padding only
+        tag_name = name + FORMAT_SUFFIX
         for suffix in weight.plan.tensors:
             old = state.kernel.get(name + suffix)
-            if not isinstance(old, nn.Parameter):
-                old = nn.Parameter(weight.tensors[suffix], requires_grad=False)
-            tensors[name + suffix] = old
-        tag = state.tags.get(name + FORMAT_SUFFIX)
+            tensors[name + suffix] = old if isinstance(old, nn.Parameter) else _new_parameter(weight, suffix)
+        tag = state.tags.get(tag_name)
         if tag is None or tag.device != state.device:
-            tag = torch.frombuffer(bytearray(weight.plan.tag.encode()), dtype=torch.uint8).to(state.device)
-        layer.register_buffer(name + FORMAT_SUFFIX, tag)
+            layer.register_buffer(tag_name, _new_tag(weight, state.device))
+        else:
+            layer._buffers[tag_name] = tag
     for parameter in state.load_parameters.values():
         parameter.__class__ = _unguarded(type(parameter))
         unwrap = parameter.__dict__.get("weight_loader")
@@ -268,6 +265,17 @@ def install(layer: nn.Module) -> None:
     _replace(layer._parameters, list(state.load_parameters), tensors)
     state.kernel, state.tags, state.open = {}, {}, None
     state.live, state.held, state.generation = True, "", state.generation + 1
+
+
+@torch.inference_mode(False)  # or what is made here could not be used outside of it
+def _new_parameter(weight: QuantizedWeight, suffix: str) -> nn.Parameter:
+    weight.prepare_tensors()  # a weight without elements has padding only
+    return nn.Parameter(weight.tensors[suffix], requires_grad=False)
+
+
+@torch.inference_mode(False)
+def _new_tag(weight: QuantizedWeight, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(weight.plan.tag.encode()), dtype=torch.uint8).to(device)
 
 
 def give_tensor(state: LayerState, weight_name: str, suffix: str, tensor: Tensor, label: str) -> None:
@@ -303,7 +311,7 @@ def abort(layer: nn.Module, *, untouched: bool = False, why: str = "") -> None:
             was. Otherwise it is not callable until a load of all of it commits.
         why: what a call is told then.
     """
-    state = cast("LayerState", find_state(layer))
+    state = state_of(layer)
     if state.open is None:
         return
     for weight in state.open.weights.values():
@@ -397,6 +405,10 @@ def wrap_loader(layer: nn.Module, name: str, parameter: Tensor) -> None:
 
 def _replace(parameters: dict[str, Any], old: list[str], new: dict[str, Any]) -> None:
     """Put `new` where the first of `old` stands: the order of parameters is part of a model's face."""
+    if len(parameters) == len(old) and parameters.keys() == set(old):
+        parameters.clear()
+        parameters.update(new)
+        return
     items = list(parameters.items())
     at = next((i for i, (name, _) in enumerate(items) if name in old), len(items))
     before = [(name, p) for name, p in items[:at] if name not in old]

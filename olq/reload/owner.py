@@ -13,6 +13,7 @@ from torch import nn
 from olq.errors import StateError
 from olq.reload import commit, online
 from olq.reload.names import Names
+from olq.reload.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,18 +63,17 @@ def release(session: "Session") -> None:
         del session.model.__dict__[OWNER]
 
 
-def make_way(model: nn.Module) -> None:
+def make_way(tree: Tree) -> None:
     """End open loads in which nothing has arrived, or whose session is gone: nothing is lost by that.
 
     Args:
-        model: may share modules with others, whose loads count as well.
+        tree: of a model that may share modules with others, whose loads count as well.
 
     Raises:
         StateError: something has arrived in a load that may still go on.
     """
-    layers = [
-        (name, layer, state) for name, layer, state in commit.layers_of(model) if state.open is not None
-    ]
+    model = tree.model
+    layers = [(name, layer, state) for name, layer, state in tree.layers if state.open is not None]
     owners = {
         id(one): one for one in (*(s.open.owner for _, _, s in layers), model.__dict__.get(OWNER)) if one
     }
@@ -94,14 +94,14 @@ def make_way(model: nn.Module) -> None:
         online.abort(layer, untouched=True, why=state.held)
 
 
-def undo(model: nn.Module, meter: object) -> None:
+def undo(tree: Tree, meter: object) -> None:
     """Close the layers that a session had opened before its begin failed.
 
     Args:
-        model: of the session.
+        tree: of the session's model.
         meter: of its loads.
     """
-    for _, layer, state in commit.layers_of(model):
+    for _, layer, state in tree.layers:
         if state.open is not None and state.open.meter is meter:
             online.abort(layer, untouched=True, why=state.held)
 

@@ -1,14 +1,14 @@
 """From the accounts of a finished load to its report."""
 
 from collections.abc import Mapping
-from typing import cast
 
 from torch import nn
 
-from olq.methods.state import LayerState, find_state
-from olq.reload.names import Names, notes
+from olq.methods.state import LayerState, state_of
+from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
 from olq.reload.quantized import QuantizedWeight
+from olq.reload.tree import Tree
 from olq.report import KeptReport, Report, Status, TensorStatus, WeightReport
 
 #: Attribute of a prepared model: layer names to the reason why they stay in high precision.
@@ -16,7 +16,7 @@ KEPT = "quant_kept"
 
 
 def build_report(
-    model: nn.Module,
+    tree: Tree,
     names: Names,
     *,
     aliases: Mapping[str, str],
@@ -29,11 +29,11 @@ def build_report(
     """The report of a load that is about to be committed."""
     reasons = {
         f"{prefix}.{name}" if prefix else name: reason
-        for prefix, found in notes(model, KEPT)
+        for prefix, found in tree.notes(KEPT)
         for name, reason in found.items()
     }
     weights, kept, untouched = [], [], []
-    states = {name: cast("LayerState", find_state(layer)) for name, layer in names.layers.items()}
+    states = {name: state_of(layer) for name, layer in names.layers.items()}
     for progress in names.progress:
         layer_name = progress.label.rpartition(".")[0]
         if isinstance(progress, QuantizedWeight):
@@ -49,7 +49,7 @@ def build_report(
                     tuple(parameter.shape),
                     str(parameter.dtype).removeprefix("torch."),
                     parameter.numel() * parameter.element_size(),
-                    _why_kept(model, layer_name, parameter, names, reasons),
+                    _why_kept(tree.model, layer_name, parameter, names, reasons),
                 )
             )
     return Report(
@@ -60,7 +60,7 @@ def build_report(
         untouched=untouched,
         staged_peak_bytes=staged_peak,
         seconds=seconds,
-        generation=model.__dict__.get("quant_generation", 0) + 1,
+        generation=tree.model.__dict__.get("quant_generation", 0) + 1,
         stale=list(names.stale),
         replayed=replayed,
     )
@@ -93,12 +93,10 @@ def _why_kept(
 
 def _weight(weight: QuantizedWeight, state: LayerState, changed: tuple[int, int] | None) -> WeightReport:
     plan, error = weight.plan, weight.error
-    params = weight.method.params.model_dump(exclude_defaults=True)
-    text = ", ".join(f"{key}={value}" for key, value in params.items())
     measured = error is not None and bool(error.signal or error.noise)
     return WeightReport(
         name=weight.label,
-        method=weight.method.name + (f" ({text})" if text else ""),
+        method=weight.method.title,
         reason=state.reason or "the layer's own method",
         shape=plan.geometry.shape,
         kernel_bytes=plan.kernel_bytes,

@@ -67,7 +67,7 @@ def snapshot(model: nn.Module) -> Snapshot:
     derived = [(module, name, _save(find_home(module, name), name)) for module, name in pairs]
     records: list[tuple[Declaration, bool, frozenset[str]]] = []
     others: dict[int, _Saved] = {}
-    seen = Memory(model)
+    seen = Memory(model.modules())
     for _, _, one in derived:
         if one is not None:
             seen.add(one.memory)

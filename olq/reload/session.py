@@ -36,6 +36,7 @@ from olq.reload.scope import Scope
 from olq.reload.sources import Source, Weights, open_source
 from olq.reload.stage import Meter
 from olq.reload.trace import Looks, Trace
+from olq.reload.tree import Tree
 from olq.report import Report, Status
 
 
@@ -78,24 +79,25 @@ class Session:
         """
         self._need("new", "begin")
         options, shadow = self._options, self._options.get("shadow")
-        owner.make_way(self.model)
+        tree = Tree(self.model)
+        owner.make_way(tree)
         if self._scope.partial or shadow:
-            commit.need_servable(self.model, "a partial load" if self._scope.partial else "a shadow load")
+            commit.need_servable(tree, "a partial load" if self._scope.partial else "a shadow load")
         self._started_at = time.perf_counter()
         try:
             self.names: Names = collect(
-                self.model,
+                tree,
                 self._meter,
                 options.get("measure_error", False),
                 scope=self._scope,
                 shadow=shadow,
             )
         except BaseException:
-            owner.undo(self.model, self._meter)
+            owner.undo(tree, self._meter)
             raise
         owner.take(self, shadow=bool(shadow))
         if not shadow:
-            commit.hold(self.model, "a partial load of other layers of its model is open")
+            commit.hold(tree, "a partial load of other layers of its model is open")
         self._ledger = Ledger((*self.names.progress, *self.names.outside.values()))
         self._replay = Replay(
             self.model,
@@ -269,8 +271,9 @@ class Session:
         missing += [text for one in self.names.required if (text := one.missing())]
         if missing:
             raise missing_error(missing, self.names.progress, self._surplus)
+        tree = Tree(self.model)
         report = build_report(
-            self.model,
+            tree,
             self.names,
             aliases=self._aliases,
             surplus=self._surplus,
@@ -281,7 +284,7 @@ class Session:
         )
         try:
             report = commit.go_live(
-                self.model,
+                tree,
                 self.names,
                 report,
                 shadow=bool(self._options.get("shadow")),
@@ -294,7 +297,7 @@ class Session:
             owner.release(self)
         self._replay.commit()
         self.model.__dict__["quant_generation"] = report.generation
-        for module in self.model.modules():
+        for module in tree.modules:
             module.__dict__.pop(UNWRITTEN, None)
         self._state = "committed"
         run_callbacks(self.model, report)

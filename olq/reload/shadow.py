@@ -5,12 +5,11 @@ model or the new one.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from olq.methods.state import LayerState, find_state
+from olq.methods.state import state_of
 from olq.reload.progress import PlainParameter
 
 #: The most bytes that an exchange keeps aside at one time.
@@ -28,7 +27,7 @@ class Shadow:
     def __init__(self, layers: Iterable[nn.Module], plains: Iterable[PlainParameter]) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for layer in layers:
-            state = cast("LayerState", find_state(layer))
+            state = state_of(layer)
             for name, weight in state.open.weights.items():
                 if weight.made:
                     self._pairs += [
