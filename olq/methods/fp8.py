@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from olq.alloc import TensorSpec
-from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.base import Call, Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
 from olq.methods.kernel_format import (
     code_spec,
     codes_of,
@@ -88,18 +88,20 @@ class Fp8(QuantMethod):
         self.write_(source, tensors, plan, target)
         return bool(self._scale(tensors, plan, target).isfinite().all())
 
-    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
-        """See `QuantMethod.write_`."""
-        scale = self._scale(tensors, plan, target)
-        torch.ops.olq.quantize_fp8_(
+    def calls(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> tuple[Call]:
+        """See `QuantMethod.calls`."""
+        arguments = (
             source,
             codes_of(tensors, plan, target),
-            scale,
+            self._scale(tensors, plan, target),
             *plan.block,
             self.params.scale == "power_of_two",
             plan.dtype if self.params.source_precision == "parameter" else None,
             self.params.nonfinite == "saturate",
         )
+        return (("quantize_fp8_", arguments),)
 
     def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """See `QuantMethod.finite`."""

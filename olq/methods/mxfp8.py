@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from olq.methods import block_scales
-from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.base import Call, Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
 from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
@@ -73,9 +73,11 @@ class Mxfp8(QuantMethod):
         scales = block_scales.read(tensors["_scale"], plan, target, self.params.scale_layout)
         return not bool((scales == _NAN_BYTE).any())
 
-    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
-        """See `QuantMethod.write_`."""
-        torch.ops.olq.quantize_mxfp8_(
+    def calls(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> tuple[Call]:
+        """See `QuantMethod.calls`."""
+        arguments = (
             source,
             codes_of(tensors, plan, target),
             tensors["_scale"][target.lead],
@@ -85,6 +87,7 @@ class Mxfp8(QuantMethod):
             plan.dtype if self.params.source_precision == "parameter" else None,
             self.params.nonfinite == "saturate",
         )
+        return (("quantize_mxfp8_", arguments),)
 
     def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """See `QuantMethod.finite`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from olq.alloc import TensorSpec
 from olq.methods import block_scales
-from olq.methods.base import Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.base import Call, Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
 from olq.methods.kernel_format import code_spec, codes_of, numbers, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
@@ -79,13 +79,14 @@ class Nvfp4(QuantMethod):
         self.write_(source, tensors, plan, target)
         return bool(tensors["_scale_2"][target.lead][..., target.part].isfinite().all())
 
-    def write_(self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target) -> None:
-        """See `QuantMethod.write_`. Two passes over the source: its largest value, then its codes."""
+    def calls(
+        self, source: Tensor, tensors: Mapping[str, Tensor], plan: WeightPlan, target: Target
+    ) -> tuple[Call, Call]:
+        """See `QuantMethod.calls`. Two passes over the source: its largest value, then its codes."""
         through = plan.dtype if self.params.source_precision == "parameter" else None
         saturate = self.params.nonfinite == "saturate"
         scale_2 = tensors["_scale_2"][target.lead][..., target.part]
-        torch.ops.olq.nvfp4_tensor_scale_(source, scale_2, through, saturate)
-        torch.ops.olq.quantize_nvfp4_(
+        arguments = (
             source,
             codes_of(tensors, plan, target, codes_a_byte=2),
             tensors["_scale"][target.lead],
@@ -95,6 +96,7 @@ class Nvfp4(QuantMethod):
             through,
             saturate,
         )
+        return ("nvfp4_tensor_scale_", (source, scale_2, through, saturate)), ("quantize_nvfp4_", arguments)
 
     def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """See `QuantMethod.finite`."""
