@@ -10,6 +10,7 @@ A first load and a reload are the same. On a reload the kernel tensors exist: th
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -22,11 +23,12 @@ from olq.methods.state import FORMAT_SUFFIX
 from olq.reload import commit, online, owner
 from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
 from olq.reload.callbacks import run_callbacks
+from olq.reload.carriers import Carrier, carrier_for
 from olq.reload.checks import check_shape, contradiction
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
-from olq.reload.options import LoadOptions, check_options
+from olq.reload.options import DEFAULT_STAGING, LoadOptions, check_options
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight, judge
 from olq.reload.region import whole
@@ -176,7 +178,18 @@ class Session:
             CoverageError: parameters without a name in the source.
         """
         self._need("open", "load")
-        source = open_source(weights)
+        source = open_source(weights, self._carrier, self._options.get("staging", DEFAULT_STAGING))
+        try:
+            self._load(source, weights)
+        finally:
+            source.close()  # also after an error, whose traceback would hold the items and what reads ahead of them
+
+    def _carrier(self) -> Carrier | None:
+        return carrier_for(self.names.progress, self._options.get("shadow"))
+
+    def _load(self, source: Source, weights: Weights) -> None:
+        if source.staged is not None and self._options.get("sources") == "stable":
+            source = replace(source, items=self._flushed(source.items, source.staged.staging.buffer_bytes))
         own_loader = getattr(self.model, "load_weights", None)
         if own_loader is None or self._is_saved(source):
             if source.names is not None:
@@ -209,6 +222,17 @@ class Session:
                 )
             raise
         self._replay.note_around(around)
+
+    def _flushed(self, items: Iterable[tuple[str, Tensor]], most: int) -> Iterator[tuple[str, Tensor]]:
+        """Items whose queue is written before it holds more than `most` bytes and one tensor on the device."""
+        held = 0
+        for name, tensor in items:
+            if held and held + tensor.nbytes > most:
+                self._replay.flush()
+                held = 0
+            held += tensor.nbytes
+            yield name, tensor
+            del tensor
 
     def _replayed(self, source: Source) -> tuple[str, Tensor] | None:
         """Replay the tensors at the head of a source; the first one that needs a loader, if there is any."""
