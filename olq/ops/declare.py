@@ -26,7 +26,12 @@ TAIL = "ScalarType? through=None, bool saturate=False"
 
 
 def operator(
-    arguments: str, check: _Check, *, fake: _Function | None = None, kernel: bool = False
+    arguments: str,
+    check: _Check,
+    *,
+    fake: _Function | None = None,
+    returns: str = "(Tensor, Tensor)",
+    kernel: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Declare `olq::<function name>`: the function on CPU and CUDA, behind `check`.
 
@@ -35,7 +40,8 @@ def operator(
         check: takes the operator's arguments and raises. Sizes may be symbolic; a comparison then becomes a
             guard.
         fake: None for an operator that writes into its arguments, which for tensors without memory does
-            nothing; or the function that makes such tensors as the operator returns, (codes, scale).
+            nothing; or the function that makes such tensors as the operator returns.
+        returns: of the schema, with `fake`: (codes, scale), or one tensor.
         kernel: olq.kernels may have a kernel for it. On CUDA tensors the function is then only for the calls that
             `olq.kernels.path` says it is for.
     """
@@ -61,8 +67,9 @@ def operator(
             check(*args, **kwargs)
             return fake(*args, **kwargs) if fake else None
 
-        returns = "(Tensor, Tensor)" if fake else "()"
-        _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(
+            f"{name}({arguments}) -> {returns if fake else '()'}", tags=(torch.Tag.pt2_compliant_tag,)
+        )
         _LIBRARY.impl(name, checked, "CPU")
         _LIBRARY.impl(name, by_kernel if kernel else checked, "CUDA")
         torch.library.register_fake(f"olq::{name}", checked_fake, lib=_LIBRARY)
