@@ -201,18 +201,22 @@ class Staged:
                 return
             at = part.at - piece.at
             self._carrier.copy(memory[part.into : part.into + part.size], buffer[at : at + part.size])
+            del memory  # or this thread would hold a tensor that the consumer has dropped
             with self._lock:  # one at a time: a mark has to lie behind the copies of all who counted before
-                arriving = self._arriving[part.tensor]
-                arriving.left -= part.size
-                if not arriving.left:
-                    arriving.mark = self._carrier.mark()
-                    self._news.notify_all()
+                self._count(self._arriving[part.tensor], part.size)
         with self._lock:
             self._unsent[piece.fill] -= 1
             if not self._unsent[piece.fill]:
                 self._sent[piece.fill] = self._carrier.mark()
                 self._sent.pop(piece.fill - 2, None)
                 self._room.notify_all()
+
+    def _count(self, arriving: _Arriving, size: int) -> None:
+        """Note that bytes of a tensor have been sent."""
+        arriving.left -= size
+        if not arriving.left:
+            arriving.mark = self._carrier.mark()
+            self._news.notify_all()
 
     def _memory(self, number: int) -> Tensor | None:
         """Memory of a tensor, made after that of all tensors before it; None if the reading was stopped.
