@@ -225,18 +225,16 @@ class Staged:
         """
         with self._lock:
             while not self._stopped:
-                self._make(number)
+                self._make()
                 if self._made > number:
                     return self._arriving[number].memory if number >= 0 else None
                 self._room.wait()
         return None
 
-    def _make(self, number: int) -> None:
-        """Make memory for tensors up to this one, as far as there is room, and for those without bytes behind it."""
+    def _make(self) -> None:
+        """Make memory for the next tensors, as far as there is room."""
         while self._made < len(self._entries):
             entry = self._entries[self._made]
-            if self._made > number and entry.nbytes:
-                return
             large = entry.nbytes > self.staging.buffer_bytes
             if self._large if large else self._small + entry.nbytes > 2 * self.staging.buffer_bytes:
                 return

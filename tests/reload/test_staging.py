@@ -221,7 +221,7 @@ def test_a_file_that_is_not_the_one_that_was_checked_is_refused(tmp_path, change
         files[1].mkdir()
     with pytest.raises(SourceError) as error:
         list(source.items())
-    assert str(files[0] if change == "replaced" else files[1]) in error.value.where
+    assert str(tmp_path if change == "replaced" else files[1]) in error.value.where  # two threads, two files
     reason = {"gone": "FileNotFoundError", "a folder": "IsADirectoryError"}
     assert reason.get(change, "another file, or another content") in error.value.found
 
