@@ -7,6 +7,7 @@ is decided in silence: `path` says of any call which way it goes and why, `table
 plans      arguments to launches: which kernel, which tile, or the reason why there is none. Integers only
 tiles      the sizes of tiles, tuned on an H200
 launching  compile, launch, and launch again without Triton's Python
+batch, tabled                    many calls that differ in addresses only, in one launch
 rounding, memory                 device functions: arithmetic; reading and writing tiles
 fp8, blockscaled, tensor, decode, activations kernels
 

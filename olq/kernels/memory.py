@@ -8,7 +8,9 @@ and then nothing of this is compiled. Bit i of ALIGNED: operand i of every entry
 import triton
 import triton.language as tl
 
-WORDS = tl.constexpr(4)
+from olq.kernels import shapes
+
+WORDS = tl.constexpr(shapes.WORDS)
 
 
 @triton.jit

@@ -15,7 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("file", "least"), [("test_bytes", 40), ("test_activations", 40)])
+@pytest.mark.parametrize(
+    ("file", "least"), [("test_bytes", 40), ("test_activations", 40), ("test_batch", 30)]
+)
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: install the extra `triton`"
 )
