@@ -10,6 +10,7 @@ launching  compile, launch, and launch again without Triton's Python
 batch, tabled                    many calls that differ in addresses only, in one launch
 rounding, memory                 device functions: arithmetic; reading and writing tiles
 fp8, blockscaled, tensor, decode, activations kernels
+plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
 Bytes equal olq.numerics on every input; kernels add no memory but a few KB for the maxima of a whole matrix.
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 
 from olq.kernels import plans
 from olq.kernels.launching import launch, renew, replay, unavailable
+from olq.kernels.plan_dummy import fill_uniform
 
-__all__ = ["Path", "launch", "path", "renew", "replay", "table"]
+__all__ = ["Path", "fill_uniform", "launch", "path", "renew", "replay", "table"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,26 +13,62 @@ from olq.kernels.rounding import e4m3, fp8_scale, largest
 
 
 @triton.jit
-def _silu_mul(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, ADDS: tl.constexpr):
+def _share(numerator, scale, p, power, HARDWARE: tl.constexpr):
+    """numerator * scale / (p * power + 1), IEEE: numerator and p 0.7 to 1.5, powers of two that make e <= 1 of p.
+
+    A quotient of normal size has the same digits whatever power of two it has, so that dividing needs no look for
+    extremes: a reciprocal, refined once, and two corrections of the quotient, as the compiler's own division does it.
+    """
+    if HARDWARE:
+        divisor = tl.fma(p, power, 1.0)  # the product is exact
+        r = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
+        r = tl.fma(tl.fma(-divisor, r, 1.0), r, r)
+        q = numerator * r
+        q = tl.fma(tl.fma(-divisor, q, numerator), r, q)
+        q = tl.fma(tl.fma(-divisor, q, numerator), r, q)
+        return q * scale
+    return tl.div_rn(numerator * scale, p * power + 1.0)
+
+
+@triton.jit
+def _silu_mul(
+    g,
+    u,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    ADDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """y of olq.numerics.silu, whose letters and constants these are. LIMIT 0.0: none. ADDS: beta is not 0."""
     if LIMIT != 0.0:
         g = tl.where(g > LIMIT, LIMIT, g)
         u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
     t = g if ALPHA == 1.0 else g * ALPHA
     a = tl.abs(t)
-    a = tl.where(a > 87.0, 87.0, a)
+    if HARDWARE:  # noqa: SIM108  # of constants: only one of the two is compiled
+        a = tl.minimum(a, 87.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        a = tl.where(a > 87.0, 87.0, a)
     steps = a * 1.4426950216293335 + 12582912.0  # 1.5 * 2**23, where float32 are 1 apart
-    power = (0x4B400000 + 127 - steps.to(tl.int32, bitcast=True)) << 23
+    power = ((0x4B400000 + 127 - steps.to(tl.int32, bitcast=True)) << 23).to(tl.float32, bitcast=True)
     k = steps - 12582912.0
-    s = (k * 0.693359375 - a) + k * -0.00021219444170128554
+    if HARDWARE:  # noqa: SIM108
+        s = tl.fma(k, 0.693359375, -a)  # exact, as the product is
+    else:
+        s = k * 0.693359375 - a
+    s = s + k * -0.00021219444170128554
     p = s * 0.001386491465382278 + 0.008367590606212616
     p = p * s + 0.04166722670197487
     p = p * s + 0.16666533052921295
     p = p * s + 0.5
     p = p * s + 1.0
     p = p * s + 1.0
-    e = p * power.to(tl.float32, bitcast=True)
-    sigmoid = tl.div_rn(tl.where(t >= 0.0, 1.0, e), e + 1.0)
+    positive = t >= 0.0
+    numerator = tl.where(positive, 1.0, p)
+    sigmoid = _share(numerator, tl.where(positive, 1.0, power), p, power, HARDWARE)
     sigmoid = tl.where(t < -87.0, 0.0, sigmoid)
     if ADDS:
         u = u + BETA
@@ -110,7 +146,7 @@ def quantize_groups(
     if GATED:
         up += batch * up_batch + first_row * up_row + first_column * up_column
         from_up = up + _offsets(rows, columns, up_row, up_column, WIDE)
-        y = _silu_mul(y, read(from_up, mask, FULL, "", 0.0, HARDWARE), LIMIT, ALPHA, BETA, ADDS)
+        y = _silu_mul(y, read(from_up, mask, FULL, "", 0.0, HARDWARE), LIMIT, ALPHA, BETA, ADDS, HARDWARE)
         y = finish(y, THROUGH, 0.0, HARDWARE)
     unit_scale, factor = fp8_scale(largest(y, 2, HARDWARE), POWER, HARDWARE)
     y = tl.where((factor != 0.0)[:, :, None], y * factor[:, :, None], 0.0)

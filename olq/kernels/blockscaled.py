@@ -209,4 +209,4 @@ def quantize_nvfp4(
     pairs = tl.arange(0, COLUMNS // 2)
     codes += batch * codes_batch + first_row * codes_row + first_column // 2 * codes_column
     to = codes + offsets(rows, pairs, codes_row, codes_column, WIDE)
-    write(to, packed, inside[:, None] & (pairs * 2 < limit)[None, :], FULL)
+    write(to, packed, inside[:, None] & (pairs < limit - limit // 2)[None, :], FULL)

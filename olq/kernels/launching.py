@@ -141,6 +141,16 @@ def launch(operator: str, args: Sequence[object], outputs: tuple[Tensor, ...] = 
     return True
 
 
+def launch_once(one: Launch, tensors: Sequence[Tensor]) -> None:
+    """Launch through Triton's front: for kernels that are rare, or whose numbers differ each time."""
+    device = tensors[0].device
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            _compiled(one, tensors, device)
+    else:
+        _compiled(one, tensors, device)
+
+
 def _signature(operator: str, args: Sequence[object]) -> tuple[tuple[object, ...], list[int]]:
     """All that a plan and its compiled kernels depend on; and the tensors' addresses."""
     key: list[object] = [operator]
@@ -151,7 +161,7 @@ def _signature(operator: str, args: Sequence[object]) -> tuple[tuple[object, ...
             pointers.append(pointer)
             key += (a.get_device(), a.dtype, a.shape, a.stride(), pointer & 15)
         else:
-            key.append(a)
+            key.append(tuple(a) if isinstance(a, list) else a)
     return tuple(key), pointers
 
 
@@ -171,17 +181,7 @@ def _first(
     tensors = [a for a in (*outputs, *args) if isinstance(a, Tensor)]
     if plan.scratch:
         tensors.append(torch.empty(plan.scratch, dtype=torch.float32, device=device))
-    ready = []
-    for one in plan.launches:
-        kernel = _kernel(one.kernel)[one.grid](
-            *(tensors[i].detach() for i in one.operands),
-            *one.numbers,
-            **one.constants,
-            HARDWARE=_hardware(device),
-            num_warps=one.warps,
-            enable_fp_fusion=False,
-        )
-        ready.append((kernel, one))
+    ready = [(_compiled(one, tensors, device), one) for one in plan.launches]
     if device.type == "cuda" and _known():
         if len(_READY) + len(_NEW) >= _LIMIT:
             _READY.clear()
@@ -192,6 +192,19 @@ def _first(
             _NEW[key] = device, plan.scratch, launches, tuple(map(Form, outputs))
         else:
             _READY[key] = device.index, plan.scratch, launches
+
+
+def _compiled(one: Launch, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """Launch, and return what Triton compiled."""
+    return _kernel(one.kernel)[one.grid](
+        *(tensors[i].detach() for i in one.operands),
+        *one.numbers,
+        **one.constants,
+        HARDWARE=_hardware(device),
+        num_warps=one.warps,
+        enable_fp_fusion=False,
+        **one.options,
+    )
 
 
 @functools.cache

@@ -4,7 +4,7 @@ Nothing here imports triton, reads a tensor or asks for a device: shapes, stride
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Launch:
         constants: what it is compiled for, in its order.
         grid: column tiles, row tiles, matrices; for rows and sweeps: programs, 1, matrices.
         warps: a program.
+        options: further ones of Triton's compiler, by its names.
     """
 
     kernel: str
@@ -46,6 +47,7 @@ class Launch:
     constants: dict[str, object]
     grid: tuple[int, int, int]
     warps: int
+    options: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

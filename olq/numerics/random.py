@@ -9,13 +9,13 @@ i         index of the element in the unsharded tensor, row-major. So neither ch
 Exact     `step` has 8 significant bits, so t * step has no rounding: a kernel may fuse it with the addition.
 Integers  32 bits, modulo 2**32. Torch has no unsigned shift: an arithmetic one and a mask stand in for it.
 Spec      docs/formats/dummy.md, with the reasons for this mix and its measured quality.
-Scratch   0.6 MiB on a CPU, 20 MiB on another device, whatever the tensor's size.
+Scratch   0.6 MiB on a CPU, 20 MiB on another device, whatever the tensor's size; none where a kernel fills.
 """
 
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ _GAMMA = 0x9E3779B9
 _FACTORS = (0x7FEB352D, 0x846CA68B)
 
 _WORD = 0xFFFFFFFF
+_ANY = 1 << 62  # words: a box is as large as its tensor, but for what `cut` promises
+
+Numbers = tuple[float, float, float, float, bool]
+"""step, centre, low, high; and whether values are clamped."""
+
+Kernel = Callable[[Tensor, Numbers, Iterator[tuple[Sequence[Dim], int, int, int, int]]], bool]
+"""Fills a tensor whose boxes it is given: dimensions, first index, its place in the storage, two keys. False if it
+can't, and then it has taken none."""
 
 
 class UniformFill:
@@ -47,12 +55,13 @@ class UniformFill:
         low: lower bound, rounded to float32.
         high: upper bound, likewise.
         seed: any integer.
+        kernel: what is asked first to fill a tensor: `olq.kernels.fill_uniform`.
 
     Raises:
         ConfigError: a bound is not finite in float32, or `low` is above `high`.
     """
 
-    def __init__(self, low: float, high: float, seed: int) -> None:
+    def __init__(self, low: float, high: float, seed: int, kernel: Kernel | None = None) -> None:
         self.low, self.high, self.seed = _float32(low), _float32(high), seed
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
             raise ConfigError(
@@ -65,6 +74,7 @@ class UniformFill:
         self.centre, self.step = _float32((self.low + self.high) / 2), _step(self.low, self.high)
         reached = [_float32(self.centre + t * self.step) for t in (-32768, 32767)]
         self._clamps = reached[0] < self.low or reached[1] > self.high
+        self._kernel = kernel
         self._buffers: dict[torch.device, _Buffers] = {}
 
     def fill_(
@@ -94,9 +104,18 @@ class UniformFill:
         strides = contiguous_strides(shape)
         base = sum(o * s for o, s in zip(offset, strides, strict=True))
         with torch.inference_mode(out.is_inference()), torch.no_grad():
+            dims = tuple(zip(out.shape, out.stride(), strides, strict=True))
+            start = base, int(out.storage_offset())
+            if self._kernel is not None:
+                boxes = (
+                    (box, first, place, *key(self.seed, name, first >> 33))
+                    for box, first, place in cut(dims, *start, _ANY)
+                )
+                numbers = self.step, self.centre, self.low, self.high, self._clamps
+                if self._kernel(out, numbers, boxes):
+                    return
             buffers = self._buffers_on(out.device)
-            dims = zip(out.shape, out.stride(), strides, strict=True)
-            for box in cut(dims, base, int(out.storage_offset()), buffers.size):
+            for box in cut(dims, *start, buffers.size):
                 self._fill_box(out, name, buffers, *box)
 
     def _fill_box(

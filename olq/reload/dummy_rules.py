@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from olq import kernels
 from olq.errors import ConfigError, LayoutError, UnknownNameError
 from olq.methods.base import WeightPlan
 from olq.numerics.random import UniformFill
@@ -61,7 +62,7 @@ class Rule:
     """
 
     def __init__(self, low: float, high: float, seed: int, shards: Shards | None = None) -> None:
-        self._fill = UniformFill(low, high, seed)
+        self._fill = UniformFill(low, high, seed, kernels.fill_uniform)
         self._shards = shards or {}
         self.text = f"uniform between {low} and {high}"
 
