@@ -3,6 +3,7 @@
 from olq import activations as activations
 from olq import alloc as alloc
 from olq import errors as errors
+from olq import forward as forward
 from olq import ops as ops
 from olq.config import QuantConfig as QuantConfig
 from olq.config import Rule as Rule

@@ -51,7 +51,7 @@ NAMES = {
     "reload",
     "session",
 }
-MODULES = {"activations", "alloc", "errors", "ops"}
+MODULES = {"activations", "alloc", "errors", "forward", "ops"}
 CONFIG_KEYS = {"method", "params", "rules", "keep"}
 RULE_KEYS = {"match", "method", "params"}
 METHODS = {"fp8", "keep", "mxfp8", "nvfp4"}

@@ -12,15 +12,15 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
-from torch.nn import functional
 
+from olq import forward
 from olq.alloc import TensorSpec
 from olq.errors import LayoutError
 from olq.frozen import explain
@@ -123,6 +123,9 @@ class MethodParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    #: Fields that say how the forward computes. Bytes don't depend on them, so they are no part of `format_tag`.
+    forward_fields: ClassVar[frozenset[str]] = frozenset()
+
 
 class SourceParams(MethodParams):
     """What a method makes of its sources.
@@ -134,6 +137,20 @@ class SourceParams(MethodParams):
 
     nonfinite: Literal["error", "saturate"] = "error"
     source_precision: Literal["parameter", "keep"] = "parameter"
+
+
+class ForwardParams(SourceParams):
+    """How the forward of a built-in method computes: `path`, and `activations`, whose values each method lists.
+
+    Args:
+        path: `auto` is the first path of the table that holds; a name asks for that path, and a call that can't have
+            it raises.
+        nonfinite, source_precision: see `SourceParams`.
+    """
+
+    forward_fields: ClassVar[frozenset[str]] = frozenset({"activations", "path"})
+
+    path: Literal["auto", "reference", "matmul", "scaled_mm"] = "auto"
 
 
 class QuantMethod(ABC):
@@ -154,6 +171,7 @@ class QuantMethod(ABC):
             self.params = self.Params(**params)
         except ValidationError as error:
             raise explain(error, self.Params, where=f"method {self.name!r}: ") from error
+        forward.check_asked(getattr(self, "name", ""), self.params)
 
     def __repr__(self) -> str:
         return (
@@ -312,36 +330,57 @@ class QuantMethod(ABC):
     def apply(
         self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str = "weight"
     ) -> Tensor:
-        """`x @ W.T + bias` on the logical columns, weight-only: codes are decoded, activations stay as they are.
+        """`x @ W.T + bias` on the logical columns, by the path that `olq.forward.path` names.
 
         Args:
             layer: a live layer with this method's kernel tensors.
-            x: [..., K]. Weights are decoded to its dtype (float64: through float32).
+            x: [..., K]. Weights are decoded to its dtype (float64: through float32), or x is quantized too, where the
+                method's `activations` says so.
             bias: [N] or None.
             name: the weight, where a layer has several.
 
         Returns:
-            [..., N], dtype of `x`. Scratch: 16 MiB of decoded weight, whatever the layer's size.
+            [..., N], dtype of `x`. Scratch of the reference path: 16 MiB of decoded weight, whatever the layer's size.
 
         Raises:
+            ConfigError: no path computes this call, or not the one that was asked for.
+            LayoutError: `x` has not K columns, or the weight has leading dimensions.
+            StateError: the layer's weights are not all there.
+        """
+        return forward.linear(self.stored(layer, name), x, bias)
+
+    def stored(self, layer: nn.Module, name: str = "weight") -> forward.Weight:
+        """The layer's live weight as `olq.forward` reads it. Nothing is copied.
+
+        Raises:
+            LayoutError: the layer has no quantized weight of that name.
             StateError: the layer's weights are not all there.
         """
         require_live(layer)
         plan = plan_of(layer, name)
         tensors = kernel_tensors(layer, name, plan)
-        outputs = []
-        decoded = x.dtype if x.dtype in LOAD_DTYPES else torch.float32
+        return forward.Weight(
+            label=_where(layer, name),
+            method=self.name,
+            params=self.params,
+            lead=plan.geometry.lead,
+            parts=plan.geometry.parts,
+            starts=plan.kernel_starts,
+            columns=plan.geometry.columns,
+            block=plan.block,
+            tensors=tensors,
+            decoded=partial(self._decoded, plan, tensors),
+        )
+
+    def _decoded(
+        self, plan: WeightPlan, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Bands of decoded rows, each with its first logical row."""
+        through = dtype if dtype in LOAD_DTYPES else torch.float32
         for target in bands(plan):
-            w = torch.empty(len(target.rows), len(target.columns), dtype=decoded, device=x.device)
+            w = torch.empty(len(target.rows), len(target.columns), dtype=through, device=device)
             self.dequantize_(w, tensors, plan, target)
-            w = w.to(x.dtype)
-            start = plan.geometry.starts[target.part] + target.rows.start
-            outputs.append(
-                functional.linear(x, w, None if bias is None else bias[start : start + len(target.rows)])
-            )
-        if len(outputs) == 1:
-            return outputs[0]
-        return torch.cat(outputs, dim=-1) if outputs else x.new_empty(*x.shape[:-1], 0)
+            yield plan.geometry.starts[target.part] + target.rows.start, w.to(dtype)
 
 
 def bands(plan: WeightPlan) -> Iterator[Target]:
@@ -365,12 +404,18 @@ def plan_of(layer: nn.Module, name: str = "weight") -> WeightPlan:
     if state is None or name not in state.plans:
         raise LayoutError(
             "This layer has no such quantized weight.",
-            where=f"{(state.label if state else '') or type(layer).__name__}.{name}",
+            where=_where(layer, name),
             found=f"quantized weights: {', '.join(state.plans) if state else 'none'}",
             need="a layer whose create_weights was called, or that prepare() took over",
             remedy="ask olq.report, or Report.table(), which layers are quantized",
         )
     return state.plans[name]
+
+
+def _where(layer: nn.Module, name: str) -> str:
+    """A weight's full name, as far as it is known."""
+    state = find_state(layer)
+    return f"{(state.label if state else '') or type(layer).__name__}.{name}"
 
 
 def kernel_tensors(layer: nn.Module, name: str, plan: WeightPlan) -> dict[str, Tensor]:
@@ -385,7 +430,7 @@ def format_tag(method: QuantMethod, geometry: Geometry, dtype: torch.dtype, **la
     """What a weight's bytes mean, as canonical JSON: equal tags, equal reading."""
     facts = {
         "method": method.name,
-        "params": method.params.model_dump(mode="json"),
+        "params": method.params.model_dump(mode="json", exclude=set(method.params.forward_fields)),
         "shape": list(geometry.shape),
         "parts": list(geometry.parts),
         "dtype": str(dtype).removeprefix("torch."),

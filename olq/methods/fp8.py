@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from olq.alloc import TensorSpec
-from olq.methods.base import Call, Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.base import Call, ForwardParams, Geometry, QuantMethod, Target, WeightPlan, format_tag
 from olq.methods.kernel_format import (
     code_spec,
     codes_of,
@@ -31,19 +31,22 @@ BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128)}
 _COLUMN_ALIGNMENT = 16
 
 
-class Fp8Params(SourceParams):
+class Fp8Params(ForwardParams):
     """Parameters of `fp8`.
 
     Args:
         granularity: what shares one scale: a part of the tensor, an output channel (row), or a 128x128 block.
         scale: `float32` divides amax by 448; `power_of_two` takes the least power of two without saturation.
         scale_sharing: `part` gives each part of a fused layer its own per-tensor scale; `common` one to all.
-        nonfinite, source_precision: see `SourceParams`.
+        activations: what a float32 scale of x covers where x is quantized too: all of x, a row (token), or a row and
+            128 columns (group); its rule is that of `scale`.
+        path, nonfinite, source_precision: see `ForwardParams`.
     """
 
     granularity: Literal["tensor", "channel", "block"] = "channel"
     scale: Literal["float32", "power_of_two"] = "float32"
     scale_sharing: Literal["part", "common"] = "part"
+    activations: Literal["none", "tensor", "token", "group"] = "none"
 
 
 @register_method("fp8")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from olq.methods import block_scales
-from olq.methods.base import Call, Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.base import Call, ForwardParams, Geometry, QuantMethod, Target, WeightPlan, format_tag
 from olq.methods.kernel_format import code_spec, codes_of, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
@@ -20,17 +20,19 @@ BLOCK = 32
 _NAN_BYTE = 255
 
 
-class Mxfp8Params(SourceParams):
+class Mxfp8Params(ForwardParams):
     """Parameters of `mxfp8`.
 
     Args:
         rule: how a block's exponent follows from its largest value: `RCEIL` is the least without saturation.
         scale_layout: order of the scale bytes.
-        nonfinite, source_precision: see `SourceParams`.
+        activations: `group` quantizes x too, 32 columns a scale byte, by `rule`.
+        path, nonfinite, source_precision: see `ForwardParams`.
     """
 
     rule: Literal["RCEIL", "FLOOR", "CEIL", "EVEN"] = "RCEIL"
     scale_layout: block_scales.ScaleLayout = "linear"
+    activations: Literal["none", "group"] = "none"
 
 
 @register_method("mxfp8")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from olq.alloc import TensorSpec
 from olq.methods import block_scales
-from olq.methods.base import Call, Geometry, QuantMethod, SourceParams, Target, WeightPlan, format_tag
+from olq.methods.base import Call, ForwardParams, Geometry, QuantMethod, Target, WeightPlan, format_tag
 from olq.methods.kernel_format import code_spec, codes_of, numbers, pad_matrix_, place_parts, round_up
 from olq.registry import register_method
 
@@ -23,18 +23,20 @@ BLOCK = 16
 _COLUMN_ALIGNMENT = 32
 
 
-class Nvfp4Params(SourceParams):
+class Nvfp4Params(ForwardParams):
     """Parameters of `nvfp4`.
 
     Args:
         scale_sharing: `part` gives each part of a fused layer its own tensor scale; `common` one to all, for
             kernels that take a single factor.
         scale_layout: order of the block scales.
-        nonfinite, source_precision: see `SourceParams`.
+        activations: `group` quantizes x too, 16 columns a scale byte, and a tensor scale from all of x.
+        path, nonfinite, source_precision: see `ForwardParams`.
     """
 
     scale_sharing: Literal["part", "common"] = "part"
     scale_layout: block_scales.ScaleLayout = "linear"
+    activations: Literal["none", "group"] = "none"
 
 
 @register_method("nvfp4")

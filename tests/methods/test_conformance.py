@@ -47,10 +47,12 @@ for _name, _params in CASES:
 
 def test_the_grid_knows_every_method_and_every_value():
     for name in set(olq.method_names()) - {"keep", "sign_int8"}:
-        fields = type(olq.get_method(name)).Params.model_fields
+        params = type(olq.get_method(name)).Params
+        fields = params.model_fields
         for field, values in GRID[name].items():
             assert set(values) == set(fields[field].annotation.__args__)
-        assert set(fields) <= {*GRID[name], "scale_sharing", "nonfinite", "source_precision"}
+        others = {"scale_sharing", "nonfinite", "source_precision"}
+        assert set(fields) <= {*GRID[name], *others, *params.forward_fields}
 
 
 @pytest.mark.parametrize("name", GRID)
