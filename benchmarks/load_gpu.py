@@ -149,19 +149,26 @@ def same_bytes(model: Model, folder: Path, layers: Iterable[int]) -> bool:
         start = sum(linear.parts[p] for p in list(linear.parts)[: list(linear.parts).index(part)])
         rows = slice(start, start + len(tensor))
         values = tensor.float()
-        scale = values.abs().amax(1, keepdim=True) / 448
-        codes = (values * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        amax = values.abs().amax(1, keepdim=True)
+        scale = amax / torch.full_like(amax, 448)  # by a number, torch multiplies by its reciprocal on a GPU
+        codes = (
+            (values * (torch.ones_like(scale) / scale))
+            .clamp(-448, 448)
+            .to(torch.float8_e4m3fn)
+            .view(torch.uint8)
+        )
         stored = (cast("Tensor", linear.get_parameter(n))[rows] for n in ("weight", "weight_scale"))
         if not all(map(torch.equal, (codes, scale), stored)):
             return False
     return True
 
 
-def check(folder: Path, layers: int) -> float | None:
-    """Seconds of a first load in this process, which makes all memory; None if its bytes are wrong."""
-    model = Model(layers)
+def check(folder: Path, layers: int) -> dict[str, float] | None:
+    """A first load in this process, which makes all memory: its seconds and page-locked bytes. None: wrong bytes."""
+    model, before = Model(layers), pinned_bytes()
     seconds = timed(lambda: olq.load(model, folder))
-    return seconds if same_bytes(model, folder, {0, layers // 2, layers - 1}) else None
+    found = {"first_load_seconds": seconds, "pinned_bytes": pinned_bytes() - before}
+    return found if same_bytes(model, folder, {0, layers // 2, layers - 1}) else None
 
 
 def by_load_file(folder: Path) -> None:
@@ -198,7 +205,6 @@ def measure(folder: Path, layers: int, rounds: int, size: int) -> dict[str, obje
         taken["olq reload"].append(timed(lambda model=model: olq.reload(model, folder)))
         del model
         gc.collect()
-    staged = pinned_bytes()
     model = Model(layers)
     mapped = timed(lambda: olq.load(model, folder, staging=None))
     rates = {name: size / statistics.median(seconds) / 1e9 for name, seconds in taken.items()}
@@ -212,7 +218,6 @@ def measure(folder: Path, layers: int, rounds: int, size: int) -> dict[str, obje
         "times_safe_open": rates["olq load"] / rates["safe_open"],
         "model_bytes": kernel,
         "extra_device_bytes": peak,
-        "pinned_bytes": staged,
         "staging": [olq.Staging().buffer_bytes, olq.Staging().threads],
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -242,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         if first is None:
             print("NOT TIMED, a loaded layer differs from its tensors, quantized")
             return 1
-        row = {**measure(folder, chosen.layers, chosen.rounds, size), "first_load_seconds": first}
+        row = {**measure(folder, chosen.layers, chosen.rounds, size), **first}
     print(json.dumps(row), flush=True)
     if chosen.results is not None:
         with chosen.results.open("a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Safetensors files on their way to a device: read by threads, copied, and handed out, all at the same time.
 
-    threads   read pieces of the files into one of two buffers in the host's memory
+    threads   read pieces of the files into slots of two buffers in the host's memory
     copies    begin as soon as a piece is there, each tensor into memory of its own
     items     hands tensors out in file order; a consumer that drops them gives their memory back
 
@@ -19,6 +19,7 @@ holds it.
 import ctypes
 import os
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -30,7 +31,7 @@ from olq.errors import OlqError, SourceError, StateError
 from olq.reload.carriers import Carrier
 from olq.reload.headers import Entry, Header, identity_of
 from olq.reload.options import Staging
-from olq.reload.staging_plan import DTYPES, PIECE_BYTES, Piece, plan_reads
+from olq.reload.staging_plan import DTYPES, Piece, plan_reads
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Staged:
         headers: the files, checked; every dtype is in `DTYPES`.
         carrier: brings bytes to the device.
         staging: sizes.
-        piece_bytes: most bytes of one read.
+        piece_bytes: as for `plan_reads`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Staged:
         headers: Sequence[Header],
         carrier: Carrier,
         staging: Staging,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
     ) -> None:
         self._headers, self._carrier, self.staging = headers, carrier, staging
         self._entries = [entry for header in headers for entry in header.entries]
@@ -67,12 +68,14 @@ class Staged:
         self._lock = threading.RLock()
         #: Something arrived, or ended.
         self._news = threading.Condition(self._lock)
-        #: A buffer or memory on the device may be used again.
+        #: Memory on the device may be used again.
         self._room = threading.Condition(self._lock)
+        #: A slot may be used again.
+        self._emptied = threading.Condition(self._lock)
         self._making = threading.Lock(), threading.Lock()
-        self._buffers: list[Tensor | None] = [None, None]
+        self._buffers: list[list[_Slot]] = [[], []]
         self._next = 0
-        self._unsent = list(self._reads.fills)
+        #: Marks behind the copies out of pieces that were sent, until their slots are used again.
         self._sent: dict[int, Any] = {}
         self._made = 0
         self._arriving: dict[int, _Arriving] = {}
@@ -150,15 +153,21 @@ class Staged:
         """What a reading thread does."""
         files = _Files(self._headers)
         piece: Piece | None = None
+        slot: _Slot | None = None
         try:
             with self._carrier.attached():
                 self._memory(-1)  # of tensors without bytes at the very beginning, which no piece belongs to
                 while (piece := self._take_piece()) is not None:
-                    files.read(piece, self._buffer(piece))
-                    self._send(piece)
+                    slot = self._slot(piece)
+                    files.read(piece, slot)
+                    self._send(piece, slot)
         except BaseException as error:  # raised again by the consumer
+            traceback.clear_frames(
+                error.__traceback__
+            )  # which would hold a buffer for as long as the error lives
             self._fail(error, piece)
         finally:
+            slot = None
             files.close()
             with self._lock:
                 self._running -= 1
@@ -173,43 +182,42 @@ class Staged:
                 return None
             piece = self._reads.pieces[self._next]
             self._next += 1
-            before = piece.fill - 2
-            while before >= 0 and self._unsent[before] and not self._stopped:
-                self._room.wait()
+            before = piece.number - 2 * self._reads.slots
+            while before >= 0 and before not in self._sent and not self._stopped:
+                self._emptied.wait()
             if self._stopped:
                 return None
-            mark = self._sent.get(before)
+            mark = self._sent.pop(before, None)
         if mark is not None:
             self._carrier.finish(mark)
         return piece
 
-    def _buffer(self, piece: Piece) -> Tensor:
-        """The piece's place in its buffer, which the first thread to need it makes: the others read meanwhile."""
-        slot = piece.fill % 2
-        with self._making[slot]:
-            buffer = self._buffers[slot]
-            if buffer is None:
-                buffer = self._buffers[slot] = self._carrier.host_buffer(self._reads.buffer_bytes)
-        return buffer[piece.at : piece.at + piece.size]
+    def _slot(self, piece: Piece) -> "_Slot":
+        """The piece's place in a buffer, which the first thread to need it makes: the others read meanwhile."""
+        reads = self._reads
+        which, place = divmod(piece.number % (2 * reads.slots), reads.slots)
+        with self._making[which]:
+            slots = self._buffers[which]
+            if not slots:
+                buffer = self._carrier.host_buffer(reads.slots * reads.slot_bytes)
+                slots.extend(_Slot(memory) for memory in buffer.split(reads.slot_bytes))
+            return slots[place]
 
-    def _send(self, piece: Piece) -> None:
+    def _send(self, piece: Piece, slot: "_Slot") -> None:
         """Begin to copy what was read; say of each tensor that is complete by that."""
-        buffer = self._buffer(piece)
         for part in piece.parts:
             memory = self._memory(part.tensor)
             if memory is None:
                 return
-            at = part.at - piece.at
-            self._carrier.copy(memory[part.into : part.into + part.size], buffer[at : at + part.size])
+            self._carrier.copy(
+                memory[part.into : part.into + part.size], slot.memory[part.at : part.at + part.size]
+            )
             del memory  # or this thread would hold a tensor that the consumer has dropped
             with self._lock:  # one at a time: a mark has to lie behind the copies of all who counted before
                 self._count(self._arriving[part.tensor], part.size)
         with self._lock:
-            self._unsent[piece.fill] -= 1
-            if not self._unsent[piece.fill]:
-                self._sent[piece.fill] = self._carrier.mark()
-                self._sent.pop(piece.fill - 2, None)
-                self._room.notify_all()
+            self._sent[piece.number] = self._carrier.mark()
+            self._emptied.notify_all()
 
     def _count(self, arriving: _Arriving, size: int) -> None:
         """Note that bytes of a tensor have been sent."""
@@ -269,14 +277,14 @@ class Staged:
 
     def _free(self) -> None:
         """No thread runs any more: the buffers are not needed, nor is what nobody will take."""
-        self._buffers = [None, None]
+        self._buffers = [[], []]
         if self._stopped:
             self._carrier.abandon([one.memory for one in self._arriving.values()])
             self._arriving.clear()
 
     def _wake(self) -> None:
-        self._news.notify_all()
-        self._room.notify_all()
+        for condition in (self._news, self._room, self._emptied):
+            condition.notify_all()
 
     def _ended(self) -> StateError:
         return StateError(
@@ -288,6 +296,14 @@ class Staged:
         )
 
 
+class _Slot:
+    """A share of a buffer, as a tensor and for a file to read into."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.view = memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
+
+
 class _Files:
     """The file that one thread reads, open."""
 
@@ -295,7 +311,7 @@ class _Files:
         self._headers, self._number = headers, -1
         self._raw: FileIO | None = None
 
-    def read(self, piece: Piece, into: Tensor) -> None:
+    def read(self, piece: Piece, slot: _Slot) -> None:
         """Read a piece.
 
         Raises:
@@ -308,11 +324,10 @@ class _Files:
         raw = self._raw
         if raw is None:
             return
-        view = memoryview((ctypes.c_ubyte * piece.size).from_address(into.data_ptr())).cast("B")
         raw.seek(piece.offset)
         done = 0
         while done < piece.size:
-            count = raw.readinto(view[done:])
+            count = raw.readinto(slot.view[done : piece.size])
             if not count:
                 raise EOFError(f"the file ends at byte {piece.offset + done}")
             done += count

@@ -1,22 +1,24 @@
 """Which bytes of files are read when, and where they go: integers only.
 
-    fill    what one of the two buffers holds at a time: a range of one file, at most a buffer long
-    piece   what one thread reads at a time: a range of a fill
+    piece   what one thread reads at a time: a range of one file
+    slot    where a piece lies until it has been copied: a share of one of the two buffers; pieces take slots in turn
     part    bytes of one tensor inside a piece
 
-Ranges are cut without regard to tensors: many small neighbours are one read, a tensor larger than a buffer is several
-fills. Order is file order throughout.
+Ranges are cut without regard to tensors: many small neighbours are one read, a large tensor is several. Order is file
+order throughout.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from olq.reload.headers import Entry, Header
 
-#: Most bytes of one read: large enough that a call costs nothing, small enough that threads share a buffer evenly.
-PIECE_BYTES = 8 << 20
+#: Most bytes of one read: so many that the interpreter's lock, which each read takes a few times, is free for others.
+PIECE_BYTES = 16 << 20
+#: Least slots of a buffer, if it has that many bytes: threads read into some while others are copied from.
+SLOTS = 8
 
 #: Names of dtypes in a header whose bytes are those of a torch dtype.
 DTYPES = {
@@ -46,7 +48,7 @@ class Part:
     Args:
         tensor: its number, over all files.
         into: where they go in the tensor.
-        at: where they lie in the buffer.
+        at: where they lie in the piece.
         size: how many.
     """
 
@@ -61,18 +63,16 @@ class Piece:
     """One read.
 
     Args:
+        number: over all files; its slot is this modulo the number of slots.
         file: number of the file.
         offset: where it begins in the file.
-        fill: number of the fill; its buffer is this modulo 2.
-        at: where it goes in the buffer.
         size: its bytes.
         parts: the tensors in it.
     """
 
+    number: int
     file: int
     offset: int
-    fill: int
-    at: int
     size: int
     parts: tuple[Part, ...]
 
@@ -83,39 +83,38 @@ class Reads:
 
     Args:
         pieces: in file order.
-        fills: pieces of each fill.
-        buffer_bytes: size that a buffer needs: that of the largest fill.
+        slot_bytes: size of the largest piece.
+        slots: of each buffer.
     """
 
     pieces: tuple[Piece, ...]
-    fills: tuple[int, ...]
-    buffer_bytes: int
+    slot_bytes: int
+    slots: int
 
 
-def plan_reads(headers: Sequence[Header], buffer_bytes: int, piece_bytes: int = PIECE_BYTES) -> Reads:
-    """Cut files into fills and pieces.
+def plan_reads(headers: Sequence[Header], buffer_bytes: int, piece_bytes: int | None = None) -> Reads:
+    """Cut files into pieces.
 
     Args:
         headers: the files.
-        buffer_bytes: most bytes of a fill.
-        piece_bytes: most bytes of a piece.
+        buffer_bytes: most bytes of a buffer.
+        piece_bytes: most bytes of a piece; None is the smaller of `PIECE_BYTES` and a share of the buffer.
     """
+    most = piece_bytes or max(min(PIECE_BYTES, buffer_bytes // SLOTS), 1)
+    most = min(most, buffer_bytes)
     pieces: list[Piece] = []
-    fills: list[int] = []
-    largest = before = 0
-    for number, header in enumerate(headers):
+    before = 0
+    for file, header in enumerate(headers):
         entries = header.entries
         if entries:
             numbered = _Numbered(entries, before)
-            for start, stop in _cut(entries[0].start, entries[-1].stop, buffer_bytes):
-                largest = max(largest, stop - start)
-                fills.append(0)
-                for first, last in _cut(start, stop, piece_bytes):
-                    parts = tuple(numbered.parts(first, last, first - start))
-                    pieces.append(Piece(number, first, len(fills) - 1, first - start, last - first, parts))
-                    fills[-1] += 1
+            for start in range(entries[0].start, entries[-1].stop, most):
+                size = min(most, entries[-1].stop - start)
+                parts = tuple(numbered.parts(start, start + size))
+                pieces.append(Piece(len(pieces), file, start, size, parts))
         before += len(entries)
-    return Reads(tuple(pieces), tuple(fills), largest)
+    largest = max((piece.size for piece in pieces), default=1)
+    return Reads(tuple(pieces), largest, min(buffer_bytes // largest, max(len(pieces), 1)))
 
 
 class _Numbered:
@@ -124,8 +123,8 @@ class _Numbered:
     def __init__(self, entries: Sequence[Entry], before: int) -> None:
         self._entries, self._before, self._first = entries, before, 0
 
-    def parts(self, start: int, stop: int, at: int) -> Iterator[Part]:
-        """Parts of the tensors with bytes in a range, which lies at `at` in the buffer."""
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """Parts of the tensors with bytes in a range, which is a piece."""
         entries = self._entries
         while self._first < len(entries) and entries[self._first].stop <= start:
             self._first += 1
@@ -135,8 +134,4 @@ class _Numbered:
                 return
             first, last = max(start, entry.start), min(stop, entry.stop)
             if first < last:
-                yield Part(self._before + i, first - entry.start, at + first - start, last - first)
-
-
-def _cut(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:
-    return ((first, min(first + most, stop)) for first in range(start, stop, most))
+                yield Part(self._before + i, first - entry.start, first - start, last - first)

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from olq.errors import ConfigError, SourceError, StateError
+from olq.reload import staging
 from olq.reload.headers import read_header
 from olq.reload.options import Staging
 from olq.reload.staging import Staged
@@ -240,6 +242,25 @@ def test_errors_of_several_threads_are_one_error_that_counts_the_others(tmp_path
     notes = error.value.__notes__
     assert notes[0] == f"while olq staged {files[0]}, in bytes of '0.00'"
     assert notes[1:] == ["another reading thread failed too: no copy of 16 bytes"] * 2
+
+
+def test_an_error_that_is_kept_holds_no_buffer(tmp_path, monkeypatch):
+    files, _ = write(tmp_path, [[90] * 12])
+    slots = weakref.WeakSet()
+
+    class Slot(staging._Slot):
+        def __init__(self, memory):
+            super().__init__(memory)
+            slots.add(self)
+
+    monkeypatch.setattr(staging, "_Slot", Slot)
+    source = staged(files, LateDevice(), 100, threads=1)
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    monkeypatch.setattr(staging, "identity_of", lambda facts: source._headers[0].identity)
+    with pytest.raises(SourceError, match="EOFError") as error:
+        list(source.items())
+    assert error.value.__cause__.__traceback__ is not None
+    assert not slots
 
 
 def test_no_page_locked_memory_is_an_error_with_a_way_out(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def write(folder: Path, sizes: list[int]) -> tuple[Path, dict[str, Tensor]]:
     return folder / "model.safetensors", content
 
 
-def staged(file: Path, buffer: int, threads: int = 4, piece: int = MIB) -> Staged:
+def staged(file: Path, buffer: int, threads: int = 4, piece: int | None = MIB) -> Staged:
     return Staged([read_header(file)], CudaCarrier(DEVICE), Staging(buffer, threads), piece)
 
 
@@ -63,14 +63,16 @@ def test_bytes_are_right_whoever_is_slow(tmp_path, monkeypatch, slow, stream):
         monkeypatch.setattr(carriers.CudaCarrier, "copy", late)
     found: dict[str, Tensor] = {}
     source = staged(file, 4 * MIB)
-    with torch.cuda.stream(streams[0] if stream == "other" else torch.cuda.current_stream()):
-        for i, (name, tensor) in enumerate(source.items()):
+    use = {"default": [torch.cuda.current_stream()], "other": streams[:1], "changing": streams}[stream]
+    items = source.items()
+    for i in range(len(sizes)):
+        with torch.cuda.stream(use[i % len(use)]):
+            name, tensor = next(items)
             if slow == "host":
                 time.sleep(0.002)
-            with torch.cuda.stream(streams[i % 2] if stream == "changing" else torch.cuda.current_stream()):
-                if slow == "device":
-                    busy(2_000_000)
-                found[name] = tensor.clone()
+            if slow == "device":
+                busy(2_000_000)
+            found[name] = tensor.clone()
             del tensor
     torch.cuda.synchronize()
     assert list(found) == list(content)
