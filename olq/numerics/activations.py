@@ -70,7 +70,7 @@ def silu_mul_quantize_(
     Scratch: under 8 MB.
     """
     packed = scale.dtype == torch.int32
-    budget = max(2 * chunks.BYTES // _BYTES_AN_ELEMENT, _LANES * group, _LEAST)
+    budget = max(chunks.BYTES // _BYTES_AN_ELEMENT, _LANES * group, _LEAST)
     work = torch.empty(BUFFERS, min(gate.numel(), budget), device=codes.device)
     for box in boxes(gate.shape, (1, _LANES * group), budget):
         part = gate[box.index]

@@ -1,12 +1,11 @@
 """Walk a [*lead, n, k] tensor in rectangles of bounded size, so that scratch does not grow with the tensor.
 
-Box     whole scale units, at least one: their scales are chosen together, because on a CPU choosing costs a dozen
-        small operators however few scales there are.
-Piece   whole units, or a part of one unit; small enough for a core's second-level cache. Elements are read,
-        scaled and rounded piece by piece.
+Box     whole scale units, at least one: their scales are chosen together.
+Piece   whole units, or a part of one unit that is too large for the buffers. Elements are read, scaled and rounded
+        piece by piece. A box that fits is one piece.
 
-A box of several pieces is read twice: for the scales, then for the codes. Ragged ends never share a box or a piece
-with full units: each has one unit size, (rows, columns), that divides it.
+A box is read for the scales, then for the codes. Ragged ends never share a box or a piece with full units: each has
+one unit size, (rows, columns), that divides it.
 """
 
 import math
@@ -16,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BYTES = 3 << 19
+BYTES = 5 << 20
 """What the large buffers for a piece may take together. With all temporaries a call stays under 8 MB (a test
-measures it). Read at each call: tests make it small."""
+measures it). Smaller pieces would fit a core's own cache, yet are slower: every operator ends where its threads meet,
+and a thread that another program keeps waiting is waited for there. Read at each call: tests make it small."""
 
-PIECES = 8
-"""Pieces a box, so that what a box costs beside its pieces is spread over many elements."""
+ELEMENTS_A_SCALE = 16
+"""A box of smaller units is smaller than it may be: choosing a scale takes about seven float32 temporaries."""
 
 LEAST_ELEMENTS = 32
 """A piece holds at least one block of any format."""
@@ -134,23 +134,22 @@ def _region(
 ) -> Iterator[Box]:
     width, height = _length(columns), _length(rows)
     unit_rows, unit_columns = unit
-    # Tiny units have nearly as many scales as elements, and choosing a scale takes about ten temporaries.
-    budget = max(1, elements // max(1, 16 // (unit_rows * unit_columns)))
+    size = unit_rows * unit_columns
 
     def grid(row: slice, column: slice) -> tuple[int, int]:
         return row.start // full[0], column.start // full[1]
 
-    if cut and unit_rows * unit_columns > budget:
-        across = min(unit_columns, budget)
+    if cut and size > elements:
+        across = min(unit_columns, elements)
         for one in _lead_runs(lead, 1):
             for row in _cut(rows, unit_rows):
                 for column in _cut(columns, unit_columns):
-                    for r in _cut(row, max(1, budget // across)):
+                    for r in _cut(row, max(1, elements // across)):
                         for c in _cut(column, across):
                             yield Box(one, r, c, unit, grid(row, column), whole=False)
         return
-    budget = max(budget, unit_rows * unit_columns)
-    across = width if unit_rows * width <= budget else budget // (unit_rows * unit_columns) * unit_columns
+    budget = max(size, min(elements, elements // ELEMENTS_A_SCALE * size))
+    across = width if unit_rows * width <= budget else budget // size * unit_columns
     down = max(1, budget // (unit_rows * across)) * unit_rows
     matrices = budget // (height * width) if height * width <= budget else 1
     for some in _lead_runs(lead, matrices):
@@ -197,15 +196,11 @@ class Scratch:
         bytes_an_element: of all buffers that will be taken together.
 
     Attributes:
-        elements: that a piece may have.
-        box_elements: that a box may have.
+        elements: that a piece may have, and a box of more than one unit.
     """
 
     def __init__(self, total: int, device: torch.device, bytes_an_element: int) -> None:
-        # Elsewhere caches matter less than starting an operator, and the source may be across a bus: read it once.
-        large, count = (BYTES, PIECES) if device.type == "cpu" else (4 * BYTES, 1)
-        self.elements = max(LEAST_ELEMENTS, large // bytes_an_element)
-        self.box_elements = count * self.elements
+        self.elements = max(LEAST_ELEMENTS, BYTES // bytes_an_element)
         self._size, self.device = min(total, self.elements), device
         self._buffers: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}

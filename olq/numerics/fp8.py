@@ -40,15 +40,14 @@ def quantize_(
         saturate: make non-finite elements finite first. Without it the scale of their unit becomes NaN, its
             codes 0.
 
-    Scratch: under 8 MB, whatever the size. Up to a quarter of a million elements are read once, more are read twice
-    in the same order, which on a CPU costs less than choosing scales for small parts.
+    Scratch: under 8 MB, whatever the size.
     """
     choose = fp8_power_of_two_scale if power_of_two else fp8_scale
     scratch = Scratch(source.numel(), codes.device, source_bytes(source, through))
     reader = Source(source, through, saturate, scratch)
     if not source.numel():
         scale.fill_(1.0)
-    for box in boxes(source.shape, unit_of(source.shape, block), scratch.box_elements):
+    for box in boxes(source.shape, unit_of(source.shape, block), scratch.elements):
         parts, target = reader.pieces(box), codes[box.index]
         amax = parts.magnitudes()
         bad, (unit_scale, factor) = poisoned(amax), choose(amax)
@@ -56,10 +55,10 @@ def quantize_(
             unit_scale.masked_fill_(bad, math.nan)
             factor.masked_fill_(bad, 0.0)
         scale[box.unit_index] = unit_scale
-        for index, units, x, elements in parts:
+        for index, x, elements in parts:
             if bad is not None:
-                elements.masked_fill_(spread(bad[units]), 0.0)
-            elements.mul_(spread(factor[units]))
+                elements.masked_fill_(spread(bad), 0.0)
+            elements.mul_(spread(factor))
             # x * r is at most 448 * (1 + 2**-22), by three roundings of 2**-24, which still rounds to 448:
             # the formula's clamp would change no code, and is a pass over memory.
             round_to_e4m3_(x, target[index], may_exceed=False)

@@ -45,17 +45,17 @@ def quantize_(
     chosen = exponent_rule(rule)
     scratch = Scratch(source.numel(), codes.device, source_bytes(source, through))
     reader = Source(source, through, saturate, scratch)
-    for box in boxes(source.shape, _UNIT, scratch.box_elements):
+    for box in boxes(source.shape, _UNIT, scratch.elements):
         parts, target = reader.pieces(box), codes[box.index]
         amax = parts.magnitudes()
         bad, (byte, factor) = poisoned(amax), e8m0_scale_(amax, chosen)
         if bad is not None:
             byte.masked_fill_(bad, E8M0_NAN)
         places.write(box.unit_index, byte)
-        for index, units, x, blocks in parts:
+        for index, x, blocks in parts:
             if bad is not None:
-                blocks.masked_fill_(spread(bad[units]), 0.0)
-            blocks.mul_(spread(factor[units]))
+                blocks.masked_fill_(spread(bad), 0.0)
+            blocks.mul_(spread(factor))
             round_to_e4m3_(x, target[index], may_exceed=chosen.saturates)
 
 

@@ -76,12 +76,10 @@ def quantize_(
 
     Scratch: under 8 MB, whatever the size.
     """
-    # Half of it: with twenty operators a piece, larger pieces gain more than the caches lose.
-    an_element = (source_bytes(source, through) + _BYTES_TO_ENCODE) // 2
-    scratch = Scratch(source.numel(), codes.device, an_element)
+    scratch = Scratch(source.numel(), codes.device, source_bytes(source, through) + _BYTES_TO_ENCODE)
     reader = Source(source, through, saturate, scratch)
     unusable = _unusable_scale(scale_2)
-    for box in boxes(source.shape, _UNIT, scratch.box_elements):
+    for box in boxes(source.shape, _UNIT, scratch.elements):
         parts, target = reader.pieces(box), codes[_packed(box.index)]
         amax = parts.magnitudes().abs_()  # of zeros it may be -0.0, whose scale byte would have a sign
         s2 = scale_2[box.lead][..., None, None]
@@ -92,13 +90,13 @@ def quantize_(
         if bad is not None:
             byte = byte.masked_fill(bad, _NAN_BYTE)
         places.write(box.unit_index, byte)
-        for index, units, x, elements in parts:
+        for index, x, elements in parts:
             magnitude = torch.abs(x, out=scratch.take("|x|", x.shape, torch.float32))
             blocks = magnitude.view(elements.shape)
             if bad is not None:
                 for t in (elements, blocks):
-                    t.masked_fill_(spread(bad[units]), 0.0)
-            blocks.mul_(spread(factor[units]))  # |x| * r is |x * r|, bit for bit
+                    t.masked_fill_(spread(bad), 0.0)
+            blocks.mul_(spread(factor))  # |x| * r is |x * r|, bit for bit
             pack(round_to_e2m1_(magnitude, x, scratch), target[_packed(index)], scratch)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numerics import cases
-from olq.numerics import chunks
+from olq.numerics import chunks, source
 from olq.testing.memory import measure_memory
 
 SHAPES = st.tuples(st.lists(st.integers(1, 4), max_size=2), st.integers(1, 40), st.integers(1, 90))
@@ -88,8 +88,16 @@ def test_a_buffer_is_made_once_and_reused():
     assert scratch.elements == chunks.BYTES // 8
 
 
-# Few long rows, many short ones, many small matrices, an odd end; each many times the budget.
-LARGE = [(1, 1 << 22), (1 << 17, 32), (1 << 19, 1), (1 << 15, 8, 8), (3, 1_000_001)]
+# Few long rows, many short ones, many small matrices, an odd end; each several times the budget.
+LARGE = [
+    (1, 1 << 22),
+    (1 << 17, 32),
+    (1 << 18, 16),
+    (1 << 18, 9),
+    (1 << 19, 1),
+    (1 << 15, 8, 8),
+    (3, 1_000_001),
+]
 PROMISED = 8_000_000
 
 
@@ -98,13 +106,22 @@ PROMISED = 8_000_000
 @pytest.mark.parametrize(
     "name", ["fp8-tensor-f32", "fp8-channel-pow2", "fp8-block-f32", "mxfp8-RCEIL", "nvfp4"]
 )
-def test_scratch_is_bounded_whatever_the_shape(name, shape):
-    w = torch.ones(shape, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {}),
+        (torch.bfloat16, {"through": torch.float16, "saturate": True}),
+    ],
+    ids=["bits", "float32", "through float16"],
+)
+def test_scratch_is_bounded_whatever_the_shape(name, shape, dtype, options):
+    w = torch.ones(shape, dtype=dtype)
     outputs = cases.METHODS[name][0](w)
     held = sum(out.numel() * out.element_size() for out in outputs)
     # The expanded source costs nothing, `through` and `saturate` cost their buffers.
     expanded = w[..., :1].expand(shape)
-    trace = measure_memory(lambda: cases.METHODS[name][0](expanded, through=torch.float16, saturate=True))
+    trace = measure_memory(lambda: cases.METHODS[name][0](expanded, **options))
     assert trace.peak_bytes - held <= PROMISED
 
 
@@ -113,3 +130,22 @@ def test_scratch_is_bounded_whatever_the_shape(name, shape):
 def test_a_small_tensor_takes_small_buffers(name):
     w = torch.ones(4, 64, dtype=torch.bfloat16)
     assert measure_memory(lambda: cases.METHODS[name][0](w)).peak_bytes < 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("dtype", "budget", "reads"),
+    [
+        (torch.float32, chunks.BYTES, 1),  # for the scale and for the codes
+        (torch.bfloat16, chunks.BYTES, 1),  # for the codes: its own bits give the scale
+        (torch.float32, 4 * 32, 8),  # one row of 128 in four pieces, twice
+        (torch.bfloat16, 6 * 32, 4),
+    ],
+)
+def test_what_fits_is_converted_once(monkeypatch, dtype, budget, reads):
+    parts = []
+    read = source.Source.read
+    monkeypatch.setattr(source.Source, "read", lambda self, part: parts.append(part) or read(self, part))
+    monkeypatch.setattr(chunks, "BYTES", budget)
+    w = torch.linspace(-2, 3, 128, dtype=dtype)[None]
+    cases.assert_equals_oracle("fp8-channel-f32", w)
+    assert [p.shape for p in parts] == [(1, 128 if reads == 1 else 32)] * reads
