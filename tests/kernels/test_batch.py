@@ -1,7 +1,9 @@
 """A batch writes the bytes of single calls, in few launches: under Triton's interpreter, and on a GPU."""
 
 import gc
+import importlib.util
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +24,10 @@ from kernels.compare import DEVICES, fp8_call, weight
 import olq
 from numerics.cases import poison
 from olq.errors import LayoutError, StateError
-from olq.kernels import batch, launching, tabled, tiles
+from olq.kernels import batch, launching, plans, tabled, tiles
 from olq.kernels.batch import Batch, job_of
 from olq.kernels.tabled import Stage
+from olq.methods.base import Geometry
 
 
 @pytest.fixture
@@ -252,3 +255,27 @@ def test_a_job_reads_one_source():
 def test_where_no_kernel_runs_there_is_no_job():
     operator, args = fp8_call(weight(4, 32), (1, 0))
     assert job_of([(operator, args)]) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_launch_without_tritons_front_hands_over_every_argument(method, monkeypatch):
+    small_sweeps(monkeypatch)
+    plan = method.plan(Geometry((2,), (3,), 40), torch.bfloat16)
+    tensors = {s: poison(*made.shape, dtype=made.dtype) for s, made in plan.tensors.items()}
+    calls = method.calls(weight(2, 3, 40), tensors, plan, plan.whole(0))
+    group = tabled.Group(calls, [plans.plan(operator, args) for operator, args in calls])
+    table, got = torch.zeros(100, dtype=torch.int64), []
+    launcher = SimpleNamespace(launch=lambda *args: got.append(args), launch_cooperative_grid=0, launch_pdl=0)
+    for stage in group.stages:
+        compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
+        stage.again = launching._Ready(compiled, stage.launch)
+        stage.run(table, 12, 7, 99)
+        x, y, z = stage.launch.grid
+        before, rest = got[-1][:13], got[-1][13:]
+        assert before == (x, y, 7 * z, 99, "function", 0, 0, None, None, "metadata", None, None, None)
+        names = launching._kernel(stage.launch.kernel).arg_names
+        handed = dict(zip(names, rest, strict=True))
+        assert handed["table"] == table.data_ptr() + 12 * 8
+        numbers = names[len(stage.columns) : len(stage.columns) + len(stage.launch.numbers)]
+        assert tuple(handed[name] for name in numbers) == stage.launch.numbers
