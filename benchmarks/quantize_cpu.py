@@ -8,11 +8,16 @@ run once, one after the other, so that a busy machine is busy for all of them. B
 untimed, and who begins a round changes: nobody always starts with what one other left in the caches. A ratio is the
 median over rounds of (peer's time / olq's time), with the middle half of the rounds in brackets.
 
+Rounds during which other programs had more than a fifth of the processors are set aside, whatever they gave: an
+operator that is spread over all cores waits for the one that is taken. The table says how many those were. If there
+are too few others, all rounds count, and the line ends in BUSY.
+
 Exit status: 1 if bytes differ; 2 with --require-peers if torchao is missing; 3 with --check if a ratio or the
 scratch misses its target; else 0.
 """
 
 import argparse
+import os
 import platform
 import statistics
 import sys
@@ -29,16 +34,24 @@ from benchmarks.quantize_cases import CASES, SCRATCH_BOUND, SHAPES, Case, weight
 from olq.testing.memory import measure_memory
 
 BYTES_DIFFER, NO_PEER, MISSED = 1, 2, 3
+TAKEN = 0.2
+"""Share of the processors' time that other programs may have in a round."""
+
+TRIES = 3
+"""Times as many rounds as asked for, at most, in search of quiet ones."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one case on one shape gave; times are a list each, in seconds, one a round."""
+    """What one case on one shape gave; times are a list each, in seconds, one a round that counts. `set_aside`
+    rounds do not; `busy` if all count because too few were quiet."""
 
     case: Case
     elements: int
     times: dict[str, list[float]]
     scratch: dict[str, int]
+    set_aside: int
+    busy: bool
 
     def ratio(self, slow: str, fast: str = "olq") -> tuple[float, float, float]:
         """Quartiles over the rounds of slow / fast: lower, median, upper."""
@@ -92,18 +105,39 @@ def measure(case: Case, w: Tensor, peer: Callable[[Tensor], object] | None, roun
         contestants["peer"] = lambda: peer(w)
     for call in contestants.values():
         call()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    order = list(contestants)
-    for _ in range(rounds):
+    order, quiet, loud = list(contestants), [], []
+    while len(quiet) < rounds and len(quiet) + len(loud) < TRIES * rounds:
         order.append(order.pop(0))
+        before, times = processors(), {}
         for name in order:
             call = contestants[name]
             target.copy_(w)
             start = time.perf_counter()
             call()
-            times[name].append(time.perf_counter() - start)
+            times[name] = time.perf_counter() - start
+        (quiet if taken(before, processors()) <= TAKEN else loud).append(times)
+    busy = len(quiet) < rounds
+    counted = quiet + loud if busy else quiet
     scratch = {name: measure_memory(call).peak_bytes for name, call in contestants.items() if name != "copy"}
-    return Result(case, w.numel(), times, scratch)
+    by_name = {name: [one[name] for one in counted] for name in contestants}
+    return Result(case, w.numel(), by_name, scratch, 0 if busy else len(loud), busy)
+
+
+def processors() -> tuple[float, float, float]:
+    """Seconds so far: on the wall, of processors with any program, and with this one. On a system without /proc/stat
+    all programs count as this one."""
+    wall, own, path = time.perf_counter(), time.process_time(), Path("/proc/stat")
+    if not path.exists():
+        return wall, own, own
+    user, nice, system, _, _, irq, softirq, steal = map(int, path.read_text().split("\n")[0].split()[1:9])
+    return wall, (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), own
+
+
+def taken(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """Share of the machine's processors that other programs had between two readings; about 0.05 is the clock's
+    resolution."""
+    wall, everybody, own = (b - a for a, b in zip(before, after, strict=True))
+    return (everybody - own) / (wall * (os.cpu_count() or 1))
 
 
 def line(shape: str, result: Result) -> str:
@@ -117,12 +151,13 @@ def line(shape: str, result: Result) -> str:
     if "peer" not in result.times:
         return text + "        -"
     low, middle, high = result.ratio("peer")
-    return text + f" {middle:8.1f}x [{low:.1f}, {high:.1f}]   {result.scratch['peer'] / 2**20:8.0f}"
+    text += f" {middle:8.1f}x [{low:.1f}, {high:.1f}]   {result.scratch['peer'] / 2**20:8.0f}"
+    return text + ("  BUSY" if result.busy else f"  {result.set_aside}")
 
 
 HEADER = (
     f"{'format':16} {'shape':11} {'ms':>8} {'GB/s':>6} {'/copy':>6} {'scratch':>8}"
-    f" {'peer/olq':>9} [quartiles]   {'scratch':>8}  (MiB)"
+    f" {'peer/olq':>9} [quartiles]   {'scratch':>8}  set aside (times: median ms; scratch: MiB)"
 )
 
 

@@ -1,6 +1,7 @@
 """The benchmark refuses to time wrong bytes, does without its peers, and says so."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -70,3 +71,32 @@ def test_a_missed_target_is_named_and_fails_only_when_asked(monkeypatch, capsys,
     cases(monkeypatch, load_peer=lambda: lambda w: None, target=1e9)
     assert quantize_cpu.main(["--rounds", "3", "--case", "nvfp4", *arguments]) == status
     assert "target missed: nvfp4: 0" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@pytest.mark.parametrize(
+    ("shares", "counted", "set_aside", "busy"),
+    [
+        ([0.0, 0.9, 0.1, 0.5, 0.0], 3, 2, False),
+        ([0.9] * 9, 9, 0, True),
+        ([0.9] * 7 + [0.0] * 2, 9, 0, True),
+    ],
+)
+def test_rounds_in_which_others_ran_are_set_aside_whatever_they_gave(
+    monkeypatch, shares, counted, set_aside, busy
+):
+    left = iter(shares)
+    monkeypatch.setattr(quantize_cpu, "taken", lambda before, after: next(left))
+    result = quantize_cpu.measure(CASES[0], quantize_cpu.weight((8, 64)), lambda w: None, rounds=3)
+    assert {name: len(times) for name, times in result.times.items()} == dict.fromkeys(
+        ("olq", "copy", "peer"), counted
+    )
+    assert (result.set_aside, result.busy, next(left, None)) == (set_aside, busy, None)
+    assert quantize_cpu.line("8x64", result).endswith("BUSY" if busy else "  2")
+
+
+def test_what_others_had_is_what_this_program_had_not():
+    assert quantize_cpu.taken((1.0, 10.0, 4.0), (2.0, 11.5, 5.0)) == 0.5 / (os.cpu_count() or 1)
+    wall, everybody, own = quantize_cpu.processors()
+    assert wall > 0
+    assert everybody > own > 0
