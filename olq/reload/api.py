@@ -188,7 +188,7 @@ def finalize_layerwise_processing(
     if kernel_tensors:
         _give_tensors(layers, kernel_tensors)
     tree = Tree(model)
-    report = build_report(tree, names, aliases={}, surplus={}, staged_peak=staged_peak, seconds=0.0)
+    report = build_report(tree, names, aliases={}, surplus={}, staged_peak=staged_peak)
     report = go_live(tree, names, report, shadow=False, partial=False)
     model.__dict__["quant_generation"] = report.generation
     run_callbacks(model, report)

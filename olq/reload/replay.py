@@ -27,7 +27,7 @@ from olq.reload.cutting import Piece, cut
 from olq.reload.ledger import storage_key
 from olq.reload.online import WrappedLoader
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
-from olq.reload.quantized import QuantizedWeight, judge
+from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Box, Masks, intersect, masks, size, whole
 from olq.reload.trace import Trace
 from olq.reload.views import overlaps_itself, resolve, span
@@ -242,14 +242,11 @@ class Replay:
 
         Raises:
             NonFiniteError: a value is inf or NaN and its method refuses that. Its tensor has left the queue and may be
-                fed again; those behind it wait for the next flush. On a GPU see `judge`.
+                fed again; those behind it wait for the next flush. On a GPU the commit looks: see `judge`.
         """
-        written: dict[QuantizedWeight, None] = {}
         with _Undisturbed():
             while (queued := self._next()) is not None:
                 self._write(queued)
-                written.update((one, None) for one, _ in queued.copies if isinstance(one, QuantizedWeight))
-            judge(written)
 
     def _next(self) -> _Queued | None:
         try:

@@ -22,11 +22,10 @@ def build_report(
     aliases: Mapping[str, str],
     surplus: Mapping[str, str],
     staged_peak: int,
-    seconds: float,
     changes: Mapping[str, tuple[int, int]] | None = None,
     replayed: int = 0,
 ) -> Report:
-    """The report of a load that is about to be committed."""
+    """The report of a load that is about to be committed, without what only the commit can tell."""
     reasons = {
         f"{prefix}.{name}" if prefix else name: reason
         for prefix, found in tree.notes(KEPT)
@@ -59,7 +58,6 @@ def build_report(
         surplus=dict(surplus),
         untouched=untouched,
         staged_peak_bytes=staged_peak,
-        seconds=seconds,
         generation=tree.model.__dict__.get("quant_generation", 0) + 1,
         stale=list(names.stale),
         replayed=replayed,

@@ -10,6 +10,7 @@ A first load and a reload are the same. On a reload the kernel tensors exist: th
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -230,12 +231,11 @@ class Session:
     def flush(self) -> None:
         """Write the bytes of stable sources that are queued; they may be reused when it returns.
 
-        On a GPU their reading has been enqueued on the current stream then.
+        On a GPU their reading has been enqueued on the current stream then; nothing waits for it.
 
         Raises:
             NonFiniteError: a queued tensor holds inf or NaN and its method refuses that. It may be fed again; those
-                behind it wait for the next flush. On a GPU, where one look at the end serves all, the weight is named
-                and its load has to begin again.
+                behind it wait for the next flush. On a GPU, where one look serves all, the commit raises it.
             StateError: the session is not open.
         """
         self._need("open", "flush")
@@ -252,6 +252,8 @@ class Session:
 
         Raises:
             CoverageError: something is missing; it is named. The session stays open: feed the rest, or abort.
+            NonFiniteError: a weight that was fed from a stable source on a GPU got inf or NaN, and its method refuses
+                that. The weight is named, and its load has to begin again.
             StateError: the session is not open.
             Exception: whatever a derived tensor or a hook raises. The session is aborted then: a shadow load leaves the
                 old model, a load in place one that can't be called. What a callback of `on_commit` raises comes after
@@ -259,7 +261,6 @@ class Session:
         """
         self._need("open", "commit")
         self._replay.flush()
-        judge(one for one in self.names.progress if isinstance(one, QuantizedWeight))
         for layer in self.names.layers.values():
             online.check_parameters(layer)
         self._take_moved()
@@ -278,10 +279,11 @@ class Session:
             aliases=self._aliases,
             surplus=self._surplus,
             staged_peak=self._meter.peak,
-            seconds=time.perf_counter() - self._started_at,
             changes=commit.changes(self.names),
             replayed=self._replay.count,
         )
+        # The one wait for a GPU comes last: all that needs no answer has been done while it works.
+        judge(one for one in self.names.progress if isinstance(one, QuantizedWeight))
         try:
             report = commit.go_live(
                 tree,
@@ -295,6 +297,7 @@ class Session:
             raise
         finally:
             owner.release(self)
+        report = replace(report, seconds=time.perf_counter() - self._started_at)
         self._replay.commit()
         self.model.__dict__["quant_generation"] = report.generation
         for module in tree.modules:
