@@ -177,8 +177,10 @@ def finalize_layerwise_processing(
         if text := online.finish_restored(state.open, name):
             missing.append(text)
         late = state.open.late
+        for weight, progress in state.open.weights.items():
+            names.places[progress.label] = state.open, weight
+        names.plain.update((progress.label, progress) for progress in state.open.plains.values())
         for progress in state.open.progress():
-            names.progress.append(progress)
             text = progress.missing()
             if text and not (progress in late and not progress.coverage.count):
                 missing.append(text)

@@ -12,7 +12,6 @@ from olq.reload.accounting import first
 from olq.reload.declarations import declarations
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
-from olq.reload.quantized import QuantizedWeight
 from olq.reload.shadow import Shadow
 from olq.reload.tree import Tree, layers_of
 from olq.report import Report
@@ -85,7 +84,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
     before = derived.snapshot(model) if keep_old else None
     waiting = None
     if shadow:
-        plains = [one for one in names.progress if isinstance(one, PlainParameter)]
+        plains = [one for one in names.plain.values() if isinstance(one, PlainParameter)]
         waiting = Shadow(names.layers.values(), plains)
         waiting.put(keep_old=keep_old)
     for layer in names.layers.values():
@@ -167,5 +166,4 @@ def _retire(model: nn.Module, why: str) -> None:
 
 def changes(names: Names) -> dict[str, tuple[int, int]]:
     """By weight: bytes of codes and scales that the load changed, where that was watched."""
-    weights = [one for one in names.progress if isinstance(one, QuantizedWeight)]
-    return {one.label: found for one in weights if (found := one.changes()) is not None}
+    return {one.label: found for one in names.weights if (found := one.changes()) is not None}

@@ -33,27 +33,56 @@ UNWRITTEN = "quant_unwritten"
 class Names:
     """The parameters of a model during a session.
 
+    A quantized weight's account begins when somebody asks for it, so that a session begins at once.
+
     Attributes:
-        layers: layers with quantized weights, by name.
-        routes: names that a source may use, each with what is behind it.
+        layers: layers with quantized weights that are open, by name.
+        opened: every name of every such layer, with the layer.
+        places: quantized weights by name: the load of the layer, and the name there.
+        plain: everything else by name, parameters and persistent buffers.
+        optional: those of them without which a load is complete.
         aliases: second names of tied parameters, each with the first name.
-        opened: every name of every layer that is open, with the layer.
-        progress: every parameter and persistent buffer, once.
-        required: those without which a load is not complete.
         leaders: for a weight that was untied, the parameter whose arrivals it takes.
         outside: what a partial load leaves alone, by name: parameters and kernel tensors.
         stale: the parameters among them, each with its number of elements.
     """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
-    routes: dict[str, Progress] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
     opened: list[tuple[str, nn.Module]] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
-    required: list[Progress] = field(default_factory=list)
+    places: dict[str, tuple[online.LayerLoad, str]] = field(default_factory=dict)
+    plain: dict[str, Progress] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
     leaders: dict[QuantizedWeight, Progress] = field(default_factory=dict)
     outside: dict[str, Outside] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
+
+    def find(self, label: str) -> Progress | None:
+        """The parameter of this first name."""
+        place = self.places.get(label)
+        return self.plain.get(label) if place is None else place[0].weights[place[1]]
+
+    @cached_property
+    def weights(self) -> list[QuantizedWeight]:
+        """Every quantized weight."""
+        return [load.weights[name] for load, name in self.places.values()]
+
+    @cached_property
+    def progress(self) -> list[Progress]:
+        """Every parameter and persistent buffer, once."""
+        return [*self.weights, *self.plain.values()]
+
+    @cached_property
+    def required(self) -> list[Progress]:
+        """Those without which a load is not complete."""
+        return [*self.weights, *(one for name, one in self.plain.items() if name not in self.optional)]
+
+    @cached_property
+    def routes(self) -> dict[str, Progress]:
+        """Names that a source may use, each with what is behind it."""
+        routes = dict(zip((*self.places, *self.plain), self.progress, strict=True))
+        routes.update((name, routes[first]) for name, first in self.aliases.items())
+        return routes
 
     @cached_property
     def saved(self) -> dict[str, nn.Module]:
@@ -126,12 +155,12 @@ def collect(
             continue
         names.layers[name] = layer
         load = online.open_layer(layer, meter=meter, measure=measure, shadow=shadow)
-        for weight_name, weight in load.weights.items():
-            if scope.covers(join(name, weight_name)):
-                _add(names, weight, join(name, weight_name), required=True)
+        for weight_name, parameter in state.load_parameters.items():
+            if scope.covers(full := join(name, weight_name)):
+                names.places[full] = load, weight_name
             else:
-                names.stale[join(name, weight_name)] = weight.parameter.numel()
-                _leave(names, join(name, weight_name), weight.parameter)
+                names.stale[full] = parameter.numel()
+                _leave(names, full, parameter)
     opened = set(names.layers.values())
     names.opened = [(name, module) for name, module in tree.named if module in opened]
     _add_plain(tree, names, scope, shadow)
@@ -176,8 +205,8 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> None:
     """Everything that is not a quantized weight: parameters, and the buffers that a checkpoint may hold."""
-    seen: dict[object, tuple[str, Progress]] = {
-        _identity(one.parameter): (one.label, one) for one in names.progress
+    seen: dict[object, str] = {
+        id(load.parameters[weight]): name for name, (load, weight) in names.places.items()
     }
     tensors: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in tree.parameters()]
     derived = declared(tree)
@@ -189,7 +218,7 @@ def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> No
         elif buffer.device.type == "meta" and name not in derived:
             raise _lost_buffer(name)
     for name, tensor, required in tensors:
-        if name in names.routes or name in names.outside:
+        if name in names.places or name in names.outside:
             continue
         if name in derived:  # computed at the commit; a saved model may bring it, nobody has to
             if tensor.device.type == "meta":
@@ -200,13 +229,14 @@ def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> No
             if not _is_tag(name, names.stale):
                 names.stale[name] = tensor.numel()
             continue
-        known = seen.get(_identity(tensor))
-        if known is not None:
-            names.routes[name], names.aliases[name] = known[1], known[0]
+        first = seen.setdefault(_identity(tensor), name)
+        if first != name:
+            names.aliases[name] = first
             continue
-        plain = _plain_of(names, name, tensor, shadow)
-        seen[_identity(tensor)] = name, plain
-        _add(names, plain, name, required=required)
+        plain = names.plain[name] = _plain_of(names, name, tensor, shadow)
+        plain.label = name
+        if not required:
+            names.optional.add(name)
 
 
 def _identity(tensor: Tensor) -> object:
@@ -261,14 +291,6 @@ def _lost_buffer(name: str) -> StateError:
         need="the values that the module's constructor computes",
         remedy="construct the model under olq.meta_parameters() instead of torch.device('meta'), or set the buffer",
     )
-
-
-def _add(names: Names, progress: Progress, name: str, *, required: bool) -> None:
-    progress.label = name
-    names.routes[name] = progress
-    names.progress.append(progress)
-    if required:
-        names.required.append(progress)
 
 
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:

@@ -10,12 +10,13 @@ whether the kernel tensors exist already.
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError, LoaderError, StateError
+from olq.methods.base import QuantMethod, WeightPlan
 from olq.methods.guards import guard
 from olq.methods.state import FORMAT_SUFFIX, LayerState, state_of
 from olq.patterns import join
@@ -26,9 +27,6 @@ from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import whole
 from olq.reload.stage import Meter
-
-if TYPE_CHECKING:
-    from olq.methods.base import QuantMethod
 
 
 class LayerLoad:
@@ -49,30 +47,17 @@ class LayerLoad:
         measure: bool = False,
         shadow: str | None = None,
     ) -> None:
-        state = state_of(layer)
+        state = self._state = state_of(layer)
+        self._method = cast("QuantMethod", layer.quant_method)
+        #: Load-format parameters by name.
+        self.parameters = state.load_parameters
         self.meter = meter or Meter()
         self.measure = measure
         self.shadow = shadow
         self._scanning = Lock()
         #: Whether the layer could be called when this load began.
         self.was_live = state.live
-        method = cast("QuantMethod", layer.quant_method)
-        self.weights = {
-            name: QuantizedWeight(
-                join(state.label, name),
-                state.load_parameters[name],
-                method,
-                plan,
-                device=state.device,
-                tensors={s: state.kernel[name + s] for s in plan.tensors}
-                if state.kernel and not shadow
-                else None,
-                meter=self.meter,
-                measure=measure,
-                pinned=shadow == "host",
-            )
-            for name, plan in state.plans.items()
-        }
+        self._weights: dict[str, QuantizedWeight] | None = None
         self.plains: dict[str, PlainParameter] = {}
         #: Kernel tensors that arrived as such, with a saved model.
         self.restored: set[str] = set()
@@ -82,25 +67,54 @@ class LayerLoad:
         self.owner: Any = None
         #: Parameters that were registered after the load began: their loader may have run unseen.
         self.late: list[Progress] = []
-        self.ledger = Ledger(self.weights.values())
+        self.ledger = Ledger(later=lambda: self.weights.values())
         self.scan(layer, state)
         self.late.clear()
 
     @property
+    def weights(self) -> dict[str, QuantizedWeight]:
+        """Quantized weights by name. Their accounts begin when somebody asks for the first time."""
+        if self._weights is None:
+            with self._scanning:
+                if self._weights is None:
+                    self._weights = {name: self._open(name, plan) for name, plan in self._state.plans.items()}
+        return self._weights
+
+    def _open(self, name: str, plan: WeightPlan) -> QuantizedWeight:
+        live = self._state.kernel if self.shadow is None else {}
+        return QuantizedWeight(
+            join(self._state.label, name),
+            self.parameters[name],
+            self._method,
+            plan,
+            device=self._state.device,
+            tensors={suffix: live[name + suffix] for suffix in plan.tensors} if live else None,
+            meter=self.meter,
+            measure=self.measure,
+            pinned=self.shadow == "host",
+        )
+
+    @property
     def started(self) -> bool:
         """Whether anything has arrived."""
-        return bool(self.restored) or any(one.arrivals for one in self.progress())
+        weights = self._weights or {}
+        return bool(self.restored) or any(one.arrivals for one in (*weights.values(), *self.plains.values()))
 
     def progress(self) -> Iterator[Progress]:
         """All parameters of the layer."""
         yield from self.weights.values()
         yield from self.plains.values()
 
+    def give_up(self) -> None:
+        """Drop what has arrived; nothing more may come."""
+        for weight in self.weights.values():
+            weight.give_up()
+
     def scan(self, layer: nn.Module, state: LayerState) -> None:
         """Take in parameters that were registered after the load began, such as a bias after `create_weights`."""
         with self._scanning:
             for name, parameter in layer._parameters.items():
-                if parameter is None or name in self.weights or name in self.plains:
+                if parameter is None or name in self.parameters or name in self.plains:
                     continue
                 if any(parameter is tensor for tensor in state.kernel.values()):
                     continue
@@ -314,8 +328,7 @@ def abort(layer: nn.Module, *, untouched: bool = False, why: str = "") -> None:
     state = state_of(layer)
     if state.open is None:
         return
-    for weight in state.open.weights.values():
-        weight.give_up()
+    state.open.give_up()
     if untouched and state.open.was_live:
         held = state.held
         install(layer)

@@ -12,7 +12,7 @@ and runs its loader every time; so does a tensor of another signature.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
@@ -145,7 +145,7 @@ class Replay:
 
     Args:
         model: keeps the plans.
-        progress: the session's parameters by name.
+        find: the session's parameter of a name.
         stable: whether sources may wait until `flush`.
         plan_key: see `PlanKey`.
         enabled: False repeats nothing, and still records.
@@ -154,13 +154,13 @@ class Replay:
     def __init__(
         self,
         model: nn.Module,
-        progress: Mapping[str, Progress],
+        find: Callable[[str], Progress | None],
         *,
         stable: bool,
         plan_key: PlanKey | None,
         enabled: bool,
     ) -> None:
-        self._model, self._progress = model, progress
+        self._model, self._find = model, find
         self._stable, self._plan_key = stable, plan_key
         self._plans: dict[Key, Plan] = model.__dict__.get(PLANS, Plans()).by_key if enabled else {}
         self._resolved: dict[Key, tuple[tuple[Progress, Copy], ...]] = {}
@@ -283,7 +283,7 @@ class Replay:
 
     def _resolve(self, key: Key, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
-        found = [(self._progress.get(copy.label), copy) for copy in plan.copies]
+        found = [(self._find(copy.label), copy) for copy in plan.copies]
         fits = all(copy.fits(one) for one, copy in found)
         resolved = tuple((cast("Progress", one), copy) for one, copy in found) if fits else ()
         self._resolved[key] = resolved

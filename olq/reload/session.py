@@ -99,10 +99,12 @@ class Session:
         owner.take(self, shadow=bool(shadow))
         if not shadow:
             commit.hold(tree, "a partial load of other layers of its model is open")
-        self._ledger = Ledger((*self.names.progress, *self.names.outside.values()))
+        self._ledger = Ledger(
+            (*self.names.plain.values(), *self.names.outside.values()), later=lambda: self.names.weights
+        )
         self._replay = Replay(
             self.model,
-            {one.label: one for one in self.names.progress},
+            self.names.find,
             stable=options.get("sources") == "stable",
             plan_key=options.get("plan_key"),
             enabled=options.get("replay", True),
@@ -198,7 +200,7 @@ class Session:
             items = chain([first], items)
         counter = self.counter()
         counter.trace = around = Trace()  # of what the loader does before its first item, and after its last
-        plains = [one for one in self.names.progress if isinstance(one, PlainParameter)]
+        plains = [one for one in self.names.plain.values() if isinstance(one, PlainParameter)]
         try:
             with counter.scope(source.where, plains), Looks(counter):
                 own_loader(self._named(items, source, counter, around))
@@ -283,7 +285,7 @@ class Session:
             replayed=self._replay.count,
         )
         # The one wait for a GPU comes last: all that needs no answer has been done while it works.
-        judge(one for one in self.names.progress if isinstance(one, QuantizedWeight))
+        judge(self.names.weights)
         try:
             report = commit.go_live(
                 tree,
@@ -320,7 +322,7 @@ class Session:
         self._need("open", "abort")
         owner.release(self)
         self._replay.drop()
-        for progress in self.names.progress:
+        for progress in self.names.plain.values():
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
                 progress.put_back(self._ledger.alias(progress))
         commit.give_up(self.model, self.names, self.touched, shadow=bool(self._options.get("shadow")))
@@ -430,7 +432,7 @@ class Session:
 
     def _take_moved(self) -> None:
         """Parameters with memory of their own that somebody gave other memory: copy back, keep the address."""
-        for progress in self.names.progress:
+        for progress in self.names.plain.values():
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
                 if not progress.coverage.count:
                     raise _moved_error(progress.label)
