@@ -163,7 +163,7 @@ class Replay:
         self._model, self._find = model, find
         self._stable, self._plan_key = stable, plan_key
         self._plans: dict[Key, Plan] = model.__dict__.get(PLANS, Plans()).by_key if enabled else {}
-        self._resolved: dict[Key, tuple[tuple[Progress, Copy], ...]] = {}
+        self._resolved: dict[int, tuple[tuple[Progress, Copy], ...]] = {}
         self._new: dict[Key, Plan] = {}
         self._silent: dict[Key, Plan] = {}
         self._all_recorded, self._loop_only = True, None
@@ -171,24 +171,39 @@ class Replay:
         #: Names that were replayed.
         self.count = 0
 
-    def feed(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...] = ()) -> bool:
+    def plan(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...] = ()) -> Plan | None:
+        """What was done with such a tensor the first time, if what its loader looked at is as it was.
+
+        Without copies it is of a name for which the model's load_weights wrote nothing, in a load that it only made
+        copies in.
+        """
+        if not self._plans:
+            return None
+        key = _key(name, loader_args) if loader_args else name
+        plan = self._plans.get(key) if key is not None else None
+        if plan is None or not plan.fits(tensor) or plan.key != self._looked_at(name):
+            return None
+        return plan
+
+    def feed(self, plan: Plan, name: str, tensor: Tensor) -> bool:
         """Do with a tensor what was done the first time.
 
+        Args:
+            plan: of this name, that fits the tensor.
+            name: what it is called.
+            tensor: the source.
+
         Returns:
-            False if there is no plan that fits, or if its elements have arrived: its loader has to say what that means.
-            Nothing has happened then.
+            False if the plan is of another model, or if its elements have arrived: its loader has to say what that
+            means. Nothing has happened then.
 
         Raises:
             NonFiniteError: without stable sources, a value is inf or NaN and its method refuses that.
         """
-        key = _key(name, loader_args)
-        plan = self._plan_for(key, name, tensor)
-        if plan is None or key is None:
-            return False
-        copies = self._resolved.get(key)
+        copies = self._resolved.get(id(plan))
         if copies is None:
-            copies = self._resolve(key, plan)
-        if not copies:  # of another model, or a name that load_weights ignores
+            copies = self._resolve(plan)
+        if not copies:
             return False
         claimed = 0
         try:
@@ -221,18 +236,6 @@ class Replay:
         """Tell what a load_weights did before its first item and after its last."""
         idle = not trace.computed and not trace.arrivals
         self._loop_only = idle if self._loop_only is None else self._loop_only and idle
-
-    def ignores(self, name: str, tensor: Tensor) -> bool:
-        """Whether the model's load_weights wrote nothing for such a tensor, in a load that it only made copies in."""
-        plan = self._plan_for(name, name, tensor)
-        return plan is not None and not plan.copies
-
-    def _plan_for(self, key: Key | None, name: str, tensor: Tensor) -> Plan | None:
-        """The plan under a key, if it was made for such a tensor and what its loader looked at is as it was."""
-        plan = self._plans.get(key) if key is not None else None
-        if plan is None or not plan.fits(tensor) or plan.key != self._looked_at(name):
-            return None
-        return plan
 
     def _looked_at(self, name: str) -> Hashable:
         return self._plan_key(name) if self._plan_key is not None else None
@@ -281,12 +284,12 @@ class Replay:
             if self._loop_only is not None:
                 plans.loop_only = self._loop_only
 
-    def _resolve(self, key: Key, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
+    def _resolve(self, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
         found = [(self._find(copy.label), copy) for copy in plan.copies]
         fits = all(copy.fits(one) for one, copy in found)
         resolved = tuple((cast("Progress", one), copy) for one, copy in found) if fits else ()
-        self._resolved[key] = resolved
+        self._resolved[id(plan)] = resolved
         return resolved
 
     def _write(self, queued: _Queued) -> None:

@@ -148,7 +148,8 @@ class Session:
             StateError: the session is not open.
         """
         self._need("open", "feed")
-        if not self._replay.feed(name, tensor, loader_args):
+        plan = self._replay.plan(name, tensor, loader_args)
+        if plan is None or not self._replay.feed(plan, name, tensor):
             self._feed_new(name, tensor, loader_args)
         self._done_bytes += tensor.nbytes
 
@@ -225,10 +226,13 @@ class Session:
 
     def _repeated(self, name: str, tensor: Tensor) -> bool:
         """Do with a tensor what the model's load_weights did with its like; False if that is not known."""
-        if self._replay.ignores(name, tensor):
+        plan = self._replay.plan(name, tensor)
+        if plan is None:
+            return False
+        if not plan.copies:
             self._surplus[name] = "the model's load_weights wrote nothing for it"
             return True
-        return self._replay.feed(name, tensor)
+        return self._replay.feed(plan, name, tensor)
 
     def flush(self) -> None:
         """Write the bytes of stable sources that are queued; they may be reused when it returns.
