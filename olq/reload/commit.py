@@ -9,7 +9,7 @@ from olq.methods.state import state_of
 from olq.patterns import join
 from olq.reload import derived, online
 from olq.reload.accounting import first
-from olq.reload.declarations import declarations
+from olq.reload.declarations import declares
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
 from olq.reload.shadow import Shadow
@@ -63,7 +63,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
         partial: only a part of the model was loaded.
 
     Returns:
-        The report with what was refreshed, and with the tensors that nobody declared.
+        The report with what was refreshed, and what then hangs on modules undeclared.
 
     Raises:
         StateError: a layer's load is another session's, which writes beside the live weights; nothing has happened.
@@ -80,7 +80,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
                 need="the session's own commit, which copies them into the live addresses",
                 remedy="call session.commit() instead of finalize_layerwise_processing(model)",
             )
-    keep_old = shadow and any(declarations(module) for module in tree.modules)
+    keep_old = shadow and declares(tree)
     before = derived.snapshot(model) if keep_old else None
     waiting = None
     if shadow:
@@ -91,6 +91,8 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
         online.install(layer)
     for _, _, state in tree.layers:
         state.held = ""
+    if not declares(tree):
+        return report
     changed = None
     if partial:
         changed = {model.get_submodule(one.label.rpartition(".")[0]) for one in names.progress}
@@ -109,7 +111,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
         for layer in names.layers.values():
             state_of(layer).generation -= 1
         raise
-    return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(model))
+    return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(Tree(model)))
 
 
 def _refresh_again(model: nn.Module, error: BaseException) -> None:

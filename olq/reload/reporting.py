@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from olq.methods.state import LayerState, state_of
+from olq.reload.declarations import declares
+from olq.reload.derived import undeclared
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
 from olq.reload.quantized import QuantizedWeight
@@ -25,7 +27,10 @@ def build_report(
     changes: Mapping[str, tuple[int, int]] | None = None,
     replayed: int = 0,
 ) -> Report:
-    """The report of a load that is about to be committed, without what only the commit can tell."""
+    """The report of a load that is about to be committed, without what only the commit can tell.
+
+    Tensors that nobody declared are left to it as well if something is declared, since hooks may make others.
+    """
     reasons = {
         f"{prefix}.{name}" if prefix else name: reason
         for prefix, found in tree.notes(KEPT)
@@ -60,6 +65,7 @@ def build_report(
         staged_peak_bytes=staged_peak,
         generation=tree.model.__dict__.get("quant_generation", 0) + 1,
         stale=list(names.stale),
+        undeclared={} if declares(tree) else undeclared(tree),
         replayed=replayed,
     )
 
