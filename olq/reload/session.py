@@ -28,10 +28,11 @@ from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
 from olq.reload.options import LoadOptions, check_options
+from olq.reload.plans import whole_trace
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight, judge
 from olq.reload.region import whole
-from olq.reload.replay import Replay, whole_trace
+from olq.reload.replay import Replay
 from olq.reload.reporting import build_report, build_status
 from olq.reload.scope import Scope
 from olq.reload.sources import Source, Weights, open_source
