@@ -55,6 +55,8 @@ def outside_error(names: Sequence[str], where: str) -> UnknownNameError:
 def check_complete(names: Names, given: Iterable[str], where: str) -> None:
     """Raise `CoverageError` if a source lacks parameters, before anything of it is written."""
     given = set(given)
+    if names.repeated_by(given):
+        return
     missing = [
         one.label
         for one in names.required

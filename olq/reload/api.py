@@ -178,7 +178,7 @@ def finalize_layerwise_processing(
             missing.append(text)
         late = state.open.late
         for weight, progress in state.open.weights.items():
-            names.places[progress.label] = state.open, weight
+            names.places[progress.label] = layer, weight
         names.plain.update((progress.label, progress) for progress in state.open.plains.values())
         for progress in state.open.progress():
             text = progress.missing()

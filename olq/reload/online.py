@@ -7,7 +7,7 @@ Live    kernel tensors stand in the module.
 whether the kernel tensors exist already.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from threading import Lock
 from typing import Any, cast
@@ -46,6 +46,7 @@ class LayerLoad:
         meter: Meter | None = None,
         measure: bool = False,
         shadow: str | None = None,
+        plains: Mapping[str, Progress] | None = None,
     ) -> None:
         state = self._state = state_of(layer)
         self._method = cast("QuantMethod", layer.quant_method)
@@ -68,7 +69,7 @@ class LayerLoad:
         #: Parameters that were registered after the load began: their loader may have run unseen.
         self.late: list[Progress] = []
         self.ledger = Ledger(later=lambda: self.weights.values())
-        self.scan(layer, state)
+        self.scan(layer, state, plains or {})
         self.late.clear()
 
     @property
@@ -110,8 +111,13 @@ class LayerLoad:
         for weight in self.weights.values():
             weight.give_up()
 
-    def scan(self, layer: nn.Module, state: LayerState) -> None:
-        """Take in parameters that were registered after the load began, such as a bias after `create_weights`."""
+    def scan(self, layer: nn.Module, state: LayerState, known: Mapping[str, Progress] | None = None) -> None:
+        """Take in parameters that were registered after the load began, such as a bias after `create_weights`.
+
+        Args:
+            layer, state: of this load.
+            known: accounts that parameters have already, by full name.
+        """
         with self._scanning:
             for name, parameter in layer._parameters.items():
                 if parameter is None or name in self.parameters or name in self.plains:
@@ -120,7 +126,11 @@ class LayerLoad:
                     continue
                 if parameter.device.type != "meta":
                     beside = shadow_device(self.shadow, parameter)
-                    self.plains[name] = PlainParameter(join(state.label, name), parameter, beside)
+                    full = join(state.label, name)
+                    plain = known.get(full) if known else None
+                    if not isinstance(plain, PlainParameter):
+                        plain = PlainParameter(full, parameter, beside)
+                    self.plains[name] = plain
                     self.ledger.add(self.plains[name])
                     self.late.append(self.plains[name])
                     wrap_loader(layer, name, parameter)
@@ -208,7 +218,12 @@ def shadow_device(shadow: str | None, tensor: Tensor) -> torch.device | None:
 
 
 def open_layer(
-    layer: nn.Module, *, meter: Meter | None = None, measure: bool = False, shadow: str | None = None
+    layer: nn.Module,
+    *,
+    meter: Meter | None = None,
+    measure: bool = False,
+    shadow: str | None = None,
+    plains: Mapping[str, Progress] | None = None,
 ) -> LayerLoad:
     """Put a layer into load format, ready to take weights. An open layer stays as it is.
 
@@ -217,6 +232,7 @@ def open_layer(
         meter: counts staged bytes.
         measure: whether to keep quantization errors.
         shadow: see `LayerLoad`. The layer is live, and can be called throughout.
+        plains: accounts that parameters in high precision have already, by full name.
     """
     state = state_of(layer)
     if state.open is not None:
@@ -228,7 +244,7 @@ def open_layer(
             state.tags[name + FORMAT_SUFFIX] = cast("Tensor", layer._buffers.pop(name + FORMAT_SUFFIX))
             layer._non_persistent_buffers_set.discard(name + FORMAT_SUFFIX)
         _replace(layer._parameters, names, dict(state.load_parameters))
-    state.open = LayerLoad(layer, meter=meter, measure=measure, shadow=shadow)
+    state.open = LayerLoad(layer, meter=meter, measure=measure, shadow=shadow, plains=plains)
     state.live = state.live and shadow is not None
     for name, parameter in state.load_parameters.items():
         wrap_loader(layer, name, parameter)

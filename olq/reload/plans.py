@@ -11,7 +11,7 @@ of another tensor) has no plan.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Box, Masks, intersect, masks, size, whole
 from olq.reload.trace import Trace
 from olq.reload.views import overlaps_itself, resolve, span
+
+if TYPE_CHECKING:
+    from olq.reload.repeat import Routine
 
 #: Attribute of a model that holds its `Plans`.
 PLANS = "quant_plans"
@@ -66,7 +69,7 @@ class Copy:
             progress is not None
             and not progress.followers
             and progress.parameter.shape == self.shape
-            and _made_for(progress) == self.made_for
+            and made_for(progress) == self.made_for
         )
 
     def source(self, tensor: Tensor) -> Tensor:
@@ -108,6 +111,8 @@ class Plans:
 
     def __init__(self) -> None:
         self.by_key: dict[Key, Plan] = {}
+        #: Those that together brought all quantized weights in the last load of everything.
+        self.routine: Routine | None = None
         #: Whether the model's load_weights did nothing beside its items: nothing is lost if it is not called.
         self.loop_only = False
 
@@ -152,14 +157,27 @@ def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:
     ):
         view = tuple(source.shape), source.stride(), int(source.storage_offset() - tensor.storage_offset())
     pieces = tuple(cut(progress.plan, box)) if isinstance(progress, QuantizedWeight) else ()
-    made_for = _made_for(progress)
-    return Copy(progress.label, progress.parameter.shape, made_for, box, masks(box), size(box), view, pieces)
+    return Copy(
+        progress.label,
+        progress.parameter.shape,
+        made_for(progress),
+        box,
+        masks(box),
+        size(box),
+        view,
+        pieces,
+    )
 
 
-def _made_for(progress: Progress) -> tuple[WeightPlan | None, Any]:
+def made_for(progress: Progress) -> tuple[WeightPlan | None, Any]:
     """What a plan depends on besides shapes: how a weight is cut, and the loader that was recorded."""
-    loader = getattr(progress.parameter, "weight_loader", None)
     plan = progress.plan if isinstance(progress, QuantizedWeight) else None
+    return made_for_parameter(plan, progress.parameter)
+
+
+def made_for_parameter(plan: WeightPlan | None, parameter: Tensor) -> tuple[WeightPlan | None, Any]:
+    """The same of a parameter without an account."""
+    loader = getattr(parameter, "weight_loader", None)
     return plan, loader.loader if isinstance(loader, WrappedLoader) else loader
 
 

@@ -12,7 +12,7 @@ and runs its loader every time; so does a tensor of another signature.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import CoverageError
+from olq.reload import quantized
 from olq.reload.counter import active_counter
+from olq.reload.names import Names
 from olq.reload.plans import PLANS, Copy, Key, Plan, PlanKey, Plans, copies_of, key_of
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
 from olq.reload.quantized import QuantizedWeight
+from olq.reload.repeat import Routine
 from olq.reload.trace import Trace
 
 
@@ -39,7 +42,7 @@ class Replay:
 
     Args:
         model: keeps the plans.
-        find: the session's parameter of a name.
+        names: the session's parameters.
         stable: whether sources may wait until `flush`.
         plan_key: see `PlanKey`.
         enabled: False repeats nothing, and still records.
@@ -48,16 +51,17 @@ class Replay:
     def __init__(
         self,
         model: nn.Module,
-        find: Callable[[str], Progress | None],
+        names: Names,
         *,
         stable: bool,
         plan_key: PlanKey | None,
         enabled: bool,
     ) -> None:
-        self._model, self._find = model, find
+        self._model, self._names = model, names
         self._stable, self._plan_key = stable, plan_key
         self._plans: dict[Key, Plan] = model.__dict__.get(PLANS, Plans()).by_key if enabled else {}
         self._resolved: dict[int, tuple[tuple[Progress, Copy], ...]] = {}
+        self._used: dict[int, Plan] = {}
         self._new: dict[Key, Plan] = {}
         self._silent: dict[Key, Plan] = {}
         self._all_recorded, self._loop_only = True, None
@@ -94,6 +98,11 @@ class Replay:
         Raises:
             NonFiniteError: without stable sources, a value is inf or NaN and its method refuses that.
         """
+        repeat = self._names.repeat
+        if repeat is not None and repeat.take(plan, name, tensor):
+            self.count += 1
+            self._used[id(plan)] = plan
+            return True
         copies = self._resolved.get(id(plan))
         if copies is None:
             copies = self._resolve(plan)
@@ -118,6 +127,7 @@ class Replay:
                 self._write(queued)
         else:  # nothing here has a gradient, and nobody watches
             self._write(queued)
+        self._used[id(plan)] = plan
         return True
 
     @property
@@ -141,6 +151,8 @@ class Replay:
             NonFiniteError: a value is inf or NaN and its method refuses that. Its tensor has left the queue and may be
                 fed again; those behind it wait for the next flush. On a GPU the commit looks: see `judge`.
         """
+        if (repeat := self._names.repeat) is not None:
+            repeat.launch()
         with _Undisturbed():
             while (queued := self._next()) is not None:
                 self._write(queued)
@@ -164,9 +176,13 @@ class Replay:
             return
         plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, self._looked_at(name), copies)
         (self._new if copies else self._silent)[shard] = plan
+        self._used[id(plan)] = plan
 
-    def commit(self) -> None:
+    def commit(self, *, whole: bool) -> None:
         """Keep the plans of a session that went well.
+
+        Args:
+            whole: it was a load of everything, and no shadow.
 
         Names for which nothing was written are known as ignored only if everything else was copied from its own tensor:
         otherwise the loader may have kept theirs for another name.
@@ -177,10 +193,21 @@ class Replay:
             plans.by_key.update(new)
             if self._loop_only is not None:
                 plans.loop_only = self._loop_only
+        if whole and self._names.repeat is None and PLANS in self._model.__dict__:
+            self._keep_routine(self._model.__dict__[PLANS])
+
+    def _keep_routine(self, plans: Plans) -> None:
+        """Note whether the plans of this session can be repeated, where that is of use: where a GPU would wait."""
+        weights = self._names.weights
+        if plans.routine is not None and plans.routine.plans.keys() == self._used.keys():
+            return
+        plans.routine = None
+        if any(quantized.waits(one.device) for one in weights):
+            plans.routine = Routine.of(self._used.values(), weights)
 
     def _resolve(self, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
-        found = [(self._find(copy.label), copy) for copy in plan.copies]
+        found = [(self._names.find(copy.label), copy) for copy in plan.copies]
         fits = all(copy.fits(one) for one, copy in found)
         resolved = tuple((cast("Progress", one), copy) for one, copy in found) if fits else ()
         self._resolved[id(plan)] = resolved

@@ -28,10 +28,11 @@ from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
 from olq.reload.options import LoadOptions, check_options
-from olq.reload.plans import whole_trace
+from olq.reload.plans import PLANS, Plans, whole_trace
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight, judge
 from olq.reload.region import whole
+from olq.reload.repeat import Repeat
 from olq.reload.replay import Replay
 from olq.reload.reporting import build_report, build_status
 from olq.reload.scope import Scope
@@ -93,6 +94,7 @@ class Session:
                 options.get("measure_error", False),
                 scope=self._scope,
                 shadow=shadow,
+                repeat=self._repeat(tree),
             )
         except BaseException:
             owner.undo(tree, self._meter)
@@ -105,7 +107,7 @@ class Session:
         )
         self._replay = Replay(
             self.model,
-            self.names.find,
+            self.names,
             stable=options.get("sources") == "stable",
             plan_key=options.get("plan_key"),
             enabled=options.get("replay", True),
@@ -268,17 +270,7 @@ class Session:
         """
         self._need("open", "commit")
         self._replay.flush()
-        for layer in self.names.layers.values():
-            online.check_parameters(layer)
-        self._take_moved()
-        missing = [
-            text
-            for name, layer in self.names.layers.items()
-            if (text := online.finish_restored(online.load_of(layer), name))
-        ]
-        missing += [text for one in self.names.required if (text := one.missing())]
-        if missing:
-            raise missing_error(missing, self.names.progress, self._surplus)
+        self._check_complete()
         tree = Tree(self.model)
         report = build_report(
             tree,
@@ -290,7 +282,7 @@ class Session:
             replayed=self._replay.count,
         )
         # The one wait for a GPU comes last: all that needs no answer has been done while it works.
-        judge(self.names.weights)
+        self._judge()
         try:
             report = commit.go_live(
                 tree,
@@ -305,7 +297,7 @@ class Session:
         finally:
             owner.release(self)
         report = replace(report, seconds=time.perf_counter() - self._started_at)
-        self._replay.commit()
+        self._replay.commit(whole=not (self._scope.partial or self._options.get("shadow")))
         self.model.__dict__["quant_generation"] = report.generation
         for module in tree.modules:
             module.__dict__.pop(UNWRITTEN, None)
@@ -315,6 +307,7 @@ class Session:
 
     def counter(self) -> CopyCounter:
         """A counter for writes onto this model, for one thread."""
+        self.names.open()
         return CopyCounter(self._ledger)
 
     def abort(self) -> None:
@@ -332,6 +325,42 @@ class Session:
                 progress.put_back(self._ledger.alias(progress))
         commit.give_up(self.model, self.names, self.touched, shadow=bool(self._options.get("shadow")))
         self._state = "aborted"
+
+    def _repeat(self, tree: Tree) -> Repeat | None:
+        """A repeat of an earlier load, if this one may be that."""
+        options = self._options
+        plans: Plans | None = self.model.__dict__.get(PLANS)
+        other = ("shadow", "scope", "measure_error", "measure_changes")
+        if plans is None or plans.routine is None or any(options.get(name) for name in other):
+            return None
+        if options.get("sources") != "stable" or not options.get("replay", True):
+            return None
+        return Repeat.begin(plans.routine, tree)
+
+    def _check_complete(self) -> None:
+        """Raise unless everything has arrived."""
+        repeat = self.names.repeat
+        if repeat is not None and repeat.complete:
+            repeat.check()
+        else:
+            self.names.open()
+            repeat = None
+            for layer in self.names.layers.values():
+                online.check_parameters(layer)
+        self._take_moved()
+        missing: list[str] = []
+        if repeat is None:
+            loads = [(name, online.load_of(layer)) for name, layer in self.names.layers.items()]
+            missing += [text for name, load in loads if (text := online.finish_restored(load, name))]
+        required = self.names.required if repeat is None else self.names.required_plain
+        missing += [text for one in required if (text := one.missing())]
+        if missing:
+            raise missing_error(missing, self.names.progress, self._surplus)
+
+    def _judge(self) -> None:
+        """Raise if a weight is not usable that nobody has looked at."""
+        if self.names.repeat is None or not self.names.repeat.finite():
+            judge(self.names.weights)
 
     @property
     def touched(self) -> tuple[str, ...]:
@@ -389,7 +418,7 @@ class Session:
         unknown = [
             n
             for n in names
-            if n not in self.names.routes
+            if not self.names.knows(n)
             and n not in self.names.saved
             and not any(pattern.match(n) is not None for pattern in self._allowed)
         ]
@@ -401,7 +430,8 @@ class Session:
 
     def _is_saved(self, source: Source) -> bool:
         """Whether a source is the saved state of a quantized model."""
-        return any(name in self.names.saved and name not in self.names.routes for name in source.names or ())
+        names = self.names
+        return any(name in names.saved and not names.knows(name) for name in source.names or ())
 
     def _named(
         self, items: Iterable[tuple[str, Tensor]], source: Source, counter: CopyCounter, around: Trace

@@ -337,7 +337,7 @@ def test_a_parameter_whose_memory_was_taken_away_is_refused_by_name():
 @pytest.fixture
 def judged_later(monkeypatch):
     """As on a GPU: what was queued is looked at once, in the commit."""
-    monkeypatch.setattr(quantized, "_waits", lambda device: True)
+    monkeypatch.setattr(quantized, "waits", lambda device: True)
 
 
 @pytest.mark.usefixtures("judged_later")
