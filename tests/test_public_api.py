@@ -28,6 +28,7 @@ NAMES = {
     "Rule",
     "Session",
     "Shard",
+    "Staging",
     "Status",
     "after_load",
     "dequantize",

@@ -1,14 +1,15 @@
-"""Triton kernels behind the operators for weights, and which path a call takes. Importing this loads no triton.
+"""Triton kernels behind the operators, and which path a call takes. Importing this loads no triton.
 
-On CUDA tensors an operator first asks `replay`, which repeats a launch that was made before for tensors like these;
-then, after its checks, `launch`; what neither takes goes to olq.numerics. Nothing is decided in silence: `path` says
-of any call which way it goes and why, `table` prints the rules.
+On CUDA tensors an operator first asks `replay`, or `renew` if it returns new tensors, which repeat a launch that was
+made before for tensors like these; then, after its checks, `launch`; what neither takes goes to olq.numerics. Nothing
+is decided in silence: `path` says of any call which way it goes and why, `table` prints the rules.
 
 plans      arguments to launches: which kernel, which tile, or the reason why there is none. Integers only
 tiles      the sizes of tiles, tuned on an H200
 launching  compile, launch, and launch again without Triton's Python
+batch, tabled                    many calls that differ in addresses only, in one launch
 rounding, memory                 device functions: arithmetic; reading and writing tiles
-fp8, blockscaled, tensor, decode kernels
+fp8, blockscaled, tensor, decode, activations kernels
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
 Bytes equal olq.numerics on every input; kernels add no memory but a few KB for the maxima of a whole matrix.
@@ -17,9 +18,9 @@ Bytes equal olq.numerics on every input; kernels add no memory but a few KB for 
 from dataclasses import dataclass
 
 from olq.kernels import plans
-from olq.kernels.launching import launch, replay, unavailable
+from olq.kernels.launching import launch, renew, replay, unavailable
 
-__all__ = ["Path", "launch", "path", "replay", "table"]
+__all__ = ["Path", "launch", "path", "renew", "replay", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ def path(operator: str, *args: object) -> Path:
 
     Args:
         operator: a name in `olq.ops`.
-        args: the operator's arguments. Tensors are only looked at, never read.
+        args: the operator's arguments; before them the tensors that it returns, if it returns any, as olq.alloc
+            makes them. Tensors are only looked at, never read.
     """
     reason = unavailable(args)
     plan = reason or plans.plan(operator, args)

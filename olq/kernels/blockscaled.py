@@ -1,14 +1,25 @@
 """MXFP8 and NVFP4 kernels: a scale byte for each 32 or 16 columns, at places in a whole weight. Imports triton.
 
 Letters as in `fp8`; row, row_step, column = place of the tensor's first block in the scales. Programs walk rows from
-the last to the first: after a sweep for magnitudes, the last rows are in the cache.
+the last to the first: after a sweep for magnitudes, the last rows are in the cache. PADDED: the scales are those of
+this matrix alone, and the program writes 0 where they are filled up to 128 x 4.
 """
 
 import triton
 import triton.language as tl
 
-from olq.kernels.memory import offsets, places, read, write
+from olq.kernels.memory import entry_of, offsets, operand, places, read, write
 from olq.kernels.rounding import e2m1_pairs, e4m3, e8m0_scale, larger, largest, nvfp4_block_scale
+
+
+@triton.jit
+def _write_scale(at, byte, rows, blocks, n, count, PADDED: tl.constexpr, FULL: tl.constexpr):
+    """Store the bytes of `rows` [R] and `blocks` [B], of which the matrix has n and `count`, both int64."""
+    inside = (rows < n)[:, None] & (blocks < count)[None, :]
+    if PADDED:
+        byte = tl.where(inside, byte, 0)
+        inside = (rows < (n + 127) // 128 * 128)[:, None] & (blocks < (count + 3) // 4 * 4)[None, :]
+    write(at, byte, inside, FULL)
 
 
 @triton.jit
@@ -32,6 +43,7 @@ def quantize_mxfp8(
     scale_column,
     CARRY: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
     THROUGH: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -39,9 +51,15 @@ def quantize_mxfp8(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """E4M3 codes and E8M0 bytes; CARRY is the exponent rule's. A program does ROWS x COLUMNS."""
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
     first_row = tl.program_id(1).to(tl.int64) * ROWS
     tile = tl.program_id(0)
     first_column = tile.to(tl.int64) * COLUMNS
@@ -67,7 +85,10 @@ def quantize_mxfp8(
         SWIZZLED,
     )
     at = scale + batch * scale_batch + there
-    write(at, byte.to(tl.uint8), inside & (blocks * 32 < k - first_column)[None, :], FULL)
+    down = first_row + rows
+    count = (tl.cast(k, tl.int64) + 31) // 32
+    here = first_column // 32 + blocks
+    _write_scale(at, byte.to(tl.uint8), down, here, tl.cast(n, tl.int64), count, PADDED, FULL)
     y = tl.where((factor != 0.0)[:, :, None], units * factor[:, :, None], 0.0)
     to = codes + offsets(rows, columns, codes_row, codes_column, WIDE)
     write(to, tl.reshape(e4m3(y, HARDWARE), (ROWS, COLUMNS)), mask, FULL)
@@ -121,6 +142,7 @@ def quantize_nvfp4(
     scale_column,
     scale_2_batch,
     SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
     THROUGH: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -128,13 +150,20 @@ def quantize_nvfp4(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """Packed E2M1 codes and E4M3 bytes.
 
     A block is read in two halves, so that one thread has all of it and works out its scale alone.
     """
     BLOCKS: tl.constexpr = COLUMNS // 16
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
+    scale_2 = operand(scale_2, table, entry, 3, TABLE, ALIGNED)
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * ROWS
     tile = tl.program_id(0)
     first_column = tile.to(tl.int64) * COLUMNS
@@ -170,7 +199,10 @@ def quantize_nvfp4(
         SWIZZLED,
     )
     at = scale + batch * scale_batch + there
-    write(at, byte, inside[:, None] & (blocks * 16 < limit)[None, :], FULL)
+    down = first_row + rows
+    count = (tl.cast(k, tl.int64) + 15) // 16
+    here = first_column // 16 + blocks
+    _write_scale(at, byte, down, here, tl.cast(n, tl.int64), count, PADDED, FULL)
     packed_0 = e2m1_pairs(low_0, high_0, factor[:, :, None], keep[:, :, None], HARDWARE)
     packed_1 = e2m1_pairs(low_1, high_1, factor[:, :, None], keep[:, :, None], HARDWARE)
     packed = tl.reshape(tl.permute(tl.join(packed_0, packed_1), (0, 1, 3, 2)), (ROWS, COLUMNS // 2))

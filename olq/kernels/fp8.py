@@ -8,7 +8,7 @@ Arithmetic is that of olq.numerics.fp8, each element read once (twice for rows t
 import triton
 import triton.language as tl
 
-from olq.kernels.memory import offsets, read, write
+from olq.kernels.memory import entry_of, offsets, operand, read, write
 from olq.kernels.rounding import e4m3, fp8_scale, larger, largest
 
 
@@ -36,9 +36,15 @@ def quantize_rows(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """One scale a row. ONCE: COLUMNS hold a whole row; else it is walked twice."""
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -98,9 +104,15 @@ def quantize_blocks(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """One scale for each unit_rows x unit_columns, which ROWS x COLUMNS hold; a program does one."""
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
     i = tl.program_id(1)
     j = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -147,9 +159,15 @@ def quantize_groups(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """One scale for each GROUP columns of a row."""
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
     first_row = tl.program_id(1).to(tl.int64) * ROWS
     tile = tl.program_id(0)
     first_column = tile.to(tl.int64) * COLUMNS

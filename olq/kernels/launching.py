@@ -3,7 +3,8 @@
 A launch through Triton's own front costs tens of microseconds of Python, more than some kernels run. What a launch
 needs follows from the arguments' dtypes, shapes, strides, devices and alignment: it is kept under that signature,
 and a later call of the same signature hands its addresses to the compiled kernel. The operator's checks look at
-nothing else, so they need not be repeated either.
+nothing else, so they need not be repeated either. Operators that return new tensors have these made on the way: they
+come first among a plan's tensors, and the signature is that of the rest.
 """
 
 import functools
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from olq.alloc.again import Form, is_audited
 from olq.kernels import plans
 from olq.kernels.shapes import Launch, Plan
 
@@ -25,6 +27,9 @@ _KNOWN_TRITON = ("3.6.",)
 _LIMIT = 4096
 _READY: dict[tuple[object, ...], tuple[int, int, tuple["_Ready", ...]]] = {}
 """Signature to device, float32 of scratch, launches."""
+
+_NEW: dict[tuple[object, ...], tuple[torch.device, int, tuple["_Ready", ...], tuple[Form, ...]]] = {}
+"""The same for operators that return new tensors, and what these are."""
 
 
 class _Ready:
@@ -47,7 +52,9 @@ class _Ready:
             launch.grid,
             (kernel.function, *flags, None, None, kernel.packed_metadata, None, None, None),
         )
-        self.tail = (*launch.numbers, *launch.constants.values(), None)  # HARDWARE; constants go by unread
+        # What a kernel is compiled for goes by unread, and so does the table that a single launch has not.
+        unread = len(_kernel(launch.kernel).arg_names) - len(launch.operands) - len(launch.numbers)
+        self.tail = (*launch.numbers, *[None] * unread)
 
 
 def interpreted() -> bool:
@@ -85,19 +92,52 @@ def replay(operator: str, args: Sequence[object]) -> bool:
     return True
 
 
-def launch(operator: str, args: Sequence[object]) -> bool:
-    """Compile if need be, and launch on the current stream; False if there is no kernel for these arguments."""
-    if unavailable(args):
+def renew(operator: str, args: Sequence[object]) -> tuple[Tensor, ...] | None:
+    """Make outputs and launch into them, as `launch` did for arguments of the same signature; None if it never did.
+
+    Also None where an audit wants to see what is made, or memory is aligned to less than kernels were compiled for.
+    """
+    key, pointers = _signature(operator, args)
+    ready = _NEW.get(key)
+    if ready is None or is_audited():
+        return None
+    device, scratch, launches, forms = ready
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            outputs = tuple(form.make(device) for form in forms)
+    else:
+        outputs = tuple(form.make(device) for form in forms)
+    made = [output.data_ptr() for output in outputs]
+    if any(pointer & 15 for pointer in made):
+        return None
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _again(launches, scratch, made + pointers, device.index)
+    else:
+        _again(launches, scratch, made + pointers, device.index)
+    return outputs
+
+
+def launch(operator: str, args: Sequence[object], outputs: tuple[Tensor, ...] = ()) -> bool:
+    """Compile if need be, and launch on the current stream; False if there is no kernel for these arguments.
+
+    Args:
+        operator: its name.
+        args: its arguments.
+        outputs: what it returns, from olq.alloc; first among the plan's tensors.
+    """
+    every = (*outputs, *args)
+    if unavailable(every):
         return False
-    plan = plans.plan(operator, args)
+    plan = plans.plan(operator, every)
     if isinstance(plan, str):
         return False
-    first = next(a for a in args if isinstance(a, Tensor))
+    first = next(a for a in every if isinstance(a, Tensor))
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device(first.device):
-            _first(operator, plan, args, first.device)
+            _first(operator, plan, args, outputs, first.device)
     else:
-        _first(operator, plan, args, first.device)
+        _first(operator, plan, args, outputs, first.device)
     return True
 
 
@@ -125,8 +165,10 @@ def _again(launches: tuple[_Ready, ...], scratch: int, pointers: list[int], devi
         one.run(*grid, stream, *function, *[pointers[i] for i in one.operands], *one.tail)
 
 
-def _first(operator: str, plan: Plan, args: Sequence[object], device: torch.device) -> None:
-    tensors = [a for a in args if isinstance(a, Tensor)]
+def _first(
+    operator: str, plan: Plan, args: Sequence[object], outputs: tuple[Tensor, ...], device: torch.device
+) -> None:
+    tensors = [a for a in (*outputs, *args) if isinstance(a, Tensor)]
     if plan.scratch:
         tensors.append(torch.empty(plan.scratch, dtype=torch.float32, device=device))
     ready = []
@@ -141,10 +183,15 @@ def _first(operator: str, plan: Plan, args: Sequence[object], device: torch.devi
         )
         ready.append((kernel, one))
     if device.type == "cuda" and _known():
-        if len(_READY) >= _LIMIT:
+        if len(_READY) + len(_NEW) >= _LIMIT:
             _READY.clear()
+            _NEW.clear()
         key, _ = _signature(operator, args)
-        _READY[key] = device.index, plan.scratch, tuple(_Ready(kernel, one) for kernel, one in ready)
+        launches = tuple(_Ready(kernel, one) for kernel, one in ready)
+        if outputs:
+            _NEW[key] = device, plan.scratch, launches, tuple(map(Form, outputs))
+        else:
+            _READY[key] = device.index, plan.scratch, launches
 
 
 @functools.cache

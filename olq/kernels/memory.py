@@ -1,7 +1,36 @@
-"""Device functions: read a tile of a weight in float32, and find scale bytes. Imports triton."""
+"""Device functions: read a tile of a weight in float32, find scale bytes, find the tensors of a batch. Imports triton.
+
+A kernel that olq.kernels.batch launches takes its tensors from `table`, int64 [entries, WORDS]: addresses of one call a
+row. TABLE is the matrices of an entry, so that the grid's third extent is entries times matrices; 0 without a table,
+and then nothing of this is compiled. Bit i of ALIGNED: operand i of every entry is 16-byte aligned.
+"""
 
 import triton
 import triton.language as tl
+
+from olq.kernels import shapes
+
+WORDS = tl.constexpr(shapes.WORDS)
+
+
+@triton.jit
+def entry_of(program, TABLE: tl.constexpr):
+    """(Row of the table, matrix in it) of a program's third index; the matrix in 64 bits."""
+    entry = program
+    if TABLE:
+        entry = program // TABLE
+        program = program % TABLE
+    return entry, program.to(tl.int64)
+
+
+@triton.jit
+def operand(pointer, table, entry, INDEX: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """`pointer`, or with a table the address in its row, as a pointer of the same type."""
+    if TABLE:
+        pointer = tl.load(table + entry * WORDS + INDEX).to(pointer.dtype)
+        if ALIGNED >> INDEX & 1:
+            pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -25,6 +54,8 @@ def widen(x, HARDWARE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
+    if x.dtype == tl.bfloat16:  # by integers: Triton's interpreter loses subnormals
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
 

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from olq.formats import MXFP8_BLOCK, exponent_rule
+from olq.formats import MXFP8_BLOCK, NVFP4_BLOCK, exponent_rule
 from olq.kernels import tiles
 from olq.kernels.shapes import (
     SCRATCH,
     Launch,
+    Matrices,
     Plan,
     cover,
     is_tall,
@@ -18,6 +19,7 @@ from olq.kernels.shapes import (
     strides_of,
     tiling_of,
 )
+from olq.kernels.tiles import Tile
 
 
 def quantize_mxfp8(
@@ -31,13 +33,15 @@ def quantize_mxfp8(
     column: int,
     through: torch.dtype | None = None,
     saturate: bool = False,
+    *,
+    padded: bool = False,
 ) -> Plan | str:
-    """For `olq.numerics.mxfp8.quantize_`, whose arguments these are."""
+    """For `olq.numerics.mxfp8.quantize_`, whose arguments these are. `padded`: see `_room`."""
     shape = matrices_of(source, codes, scale)
     if isinstance(shape, str):
         return shape
-    tile = cover(tiles.groups(shape.k, MXFP8_BLOCK, is_tall(source), tiled=scale_layout != "linear"), shape.n)
-    across = -(-shape.k // tile.columns)
+    down, wide, padded = _room(shape, MXFP8_BLOCK, padded)
+    tile = cover(tiles.groups(shape.k, MXFP8_BLOCK, is_tall(source), tiled=scale_layout != "linear"), down)
     strides, swizzled = place_of(scale, scale_layout)
     one = Launch(
         "blockscaled.quantize_mxfp8",
@@ -56,10 +60,11 @@ def quantize_mxfp8(
         {
             "CARRY": exponent_rule(rule).carry,
             "SWIZZLED": swizzled,
+            "PADDED": padded,
             **reading_of(source, through, saturate),
-            **tiling_of(tile, shape.n, shape.k, source, codes),
+            **_tiling(tile, shape, padded, source, codes),
         },
-        (across, -(-shape.n // tile.rows), shape.matrices),
+        (-(-wide // tile.columns), -(-down // tile.rows), shape.matrices),
         tile.warps,
     )
     return Plan((one,))
@@ -95,13 +100,15 @@ def quantize_nvfp4(
     column: int,
     through: torch.dtype | None = None,
     saturate: bool = False,
+    *,
+    padded: bool = False,
 ) -> Plan | str:
-    """For `olq.numerics.nvfp4.quantize_`, whose arguments these are."""
+    """For `olq.numerics.nvfp4.quantize_`, whose arguments these are. `padded`: see `_room`."""
     shape = matrices_of(source, codes, scale, scale_2)
     if isinstance(shape, str):
         return shape
-    tile = cover(tiles.nvfp4(shape.k, is_tall(source)), shape.n)
-    across = -(-shape.k // tile.columns)
+    down, wide, padded = _room(shape, NVFP4_BLOCK, padded)
+    tile = cover(tiles.nvfp4(shape.k, is_tall(source)), down)
     strides, swizzled = place_of(scale, scale_layout)
     one = Launch(
         "blockscaled.quantize_nvfp4",
@@ -120,10 +127,28 @@ def quantize_nvfp4(
         ),
         {
             "SWIZZLED": swizzled,
+            "PADDED": padded,
             **reading_of(source, through, saturate),
-            **tiling_of(tile, shape.n, shape.k, source, codes),
+            **_tiling(tile, shape, padded, source, codes),
         },
-        (across, -(-shape.n // tile.rows), shape.matrices),
+        (-(-wide // tile.columns), -(-down // tile.rows), shape.matrices),
         tile.warps,
     )
     return Plan((one,))
+
+
+def _room(shape: Matrices, block: int, padded: bool) -> tuple[int, int, bool]:
+    """Rows and columns that programs have to cover, and whether any of them is padding.
+
+    `padded` asks for what fills the scales up to 128 rows and 4 blocks.
+    """
+    if not padded:
+        return shape.n, shape.k, False
+    rows, columns = -(-shape.n // 128) * 128, -(-shape.k // (4 * block)) * 4 * block
+    blocks = -(-shape.k // block)
+    return rows, columns, rows != shape.n or blocks % 4 != 0
+
+
+def _tiling(tile: Tile, shape: Matrices, padded: bool, *tensors: Tensor) -> dict[str, object]:
+    tiling = tiling_of(tile, shape.n, shape.k, *tensors)
+    return {**tiling, "FULL": tiling["FULL"] and not padded}

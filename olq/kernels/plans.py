@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from olq.kernels import plan_activations as activations
 from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
 from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
 from olq.kernels.plan_fp8 import quantize_fp8
@@ -15,6 +16,13 @@ _PLANS: dict[str, Callable[..., Plan | str]] = {
     "dequantize_fp8_": dequantize_fp8,
     "dequantize_mxfp8_": dequantize_mxfp8,
     "dequantize_nvfp4_": dequantize_nvfp4,
+    "quantize_fp8_words_": activations.quantize_fp8_words,
+    "silu_mul_quantize_fp8_": activations.silu_mul_quantize_fp8_into,
+    "quantize_fp8_token": activations.quantize_fp8_token,
+    "quantize_fp8_group": activations.quantize_fp8_group,
+    "quantize_mxfp8": activations.quantize_mxfp8,
+    "quantize_nvfp4": activations.quantize_nvfp4,
+    "silu_mul_quantize_fp8": activations.silu_mul_quantize_fp8,
 }
 
 TABLE = (
@@ -29,6 +37,14 @@ TABLE = (
     ("dequantize_fp8_", "any unit", "decode.dequantize_fp8"),
     ("dequantize_mxfp8_", "linear or swizzled", "decode.dequantize_mxfp8"),
     ("dequantize_nvfp4_", "linear or swizzled", "decode.dequantize_nvfp4"),
+    ("quantize_fp8_words_", "any group", "activations.quantize_groups"),
+    ("quantize_fp8_token", "any", "fp8.quantize_rows"),
+    ("quantize_fp8_group", "row_major, groups as quantize_fp8_ has them", "as quantize_fp8_"),
+    ("quantize_fp8_group", "any other layout or group", "activations.quantize_groups"),
+    ("quantize_mxfp8", "linear or swizzled", "blockscaled.quantize_mxfp8"),
+    ("quantize_nvfp4", "linear or swizzled", "blockscaled.quantize_nvfp4"),
+    ("silu_mul_quantize_fp8_", "any layout and group", "activations.quantize_groups"),
+    ("silu_mul_quantize_fp8", "any layout and group", "activations.quantize_groups"),
     ("any", "no elements; tensors on two devices or on a CPU; no triton", "olq.numerics"),
     ("any", "leading dimensions that strides don't merge into one", "olq.numerics"),
 )

@@ -19,6 +19,9 @@ SCRATCH = -1
 GRID = 65535
 """A CUDA grid's second and third extent."""
 
+WORDS = 4
+"""Addresses in a row of a batch's table: as many operands as a kernel may have."""
+
 _INT32 = 1 << 31
 _NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _NO_ELEMENTS = "there are no elements"

@@ -8,7 +8,7 @@ sweep starts where the first ended, at what the cache still holds. LINE: all til
 import triton
 import triton.language as tl
 
-from olq.kernels.memory import offsets, read, write
+from olq.kernels.memory import entry_of, offsets, operand, read, write
 from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_scale
 
 
@@ -31,9 +31,14 @@ def amax_partials(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """partial[matrix, program] = largest magnitude in the tiles that the program walked; every one is written."""
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    partial = operand(partial, table, entry, 1, TABLE, ALIGNED)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     rows = tl.arange(0, ROWS)
@@ -62,9 +67,21 @@ def _reduce(partial, count, COUNT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_scale(partial, scale_2, count, scale_batch, COUNT: tl.constexpr, HARDWARE: tl.constexpr):
+def nvfp4_scale(
+    partial,
+    scale_2,
+    count,
+    scale_batch,
+    COUNT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
+):
     """Write s2 of each matrix from its `count` magnitudes."""
-    batch = tl.program_id(2).to(tl.int64)
+    entry, batch = entry_of(tl.program_id(2), TABLE)
+    partial = operand(partial, table, entry, 0, TABLE, ALIGNED)
+    scale_2 = operand(scale_2, table, entry, 1, TABLE, ALIGNED)
     amax = _reduce(partial + batch * count, count, COUNT, HARDWARE)
     tl.store(scale_2 + batch * scale_batch + tl.arange(0, 1), nvfp4_tensor_scale(amax))
 
@@ -97,9 +114,16 @@ def quantize_tensor(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    table=None,
+    TABLE: tl.constexpr = 0,
+    ALIGNED: tl.constexpr = 0,
 ):
     """FP8 codes with one scale a matrix, after `amax_partials` with `count` programs."""
-    batch = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    entry, batch = entry_of(tl.num_programs(2) - 1 - tl.program_id(2), TABLE)
+    source = operand(source, table, entry, 0, TABLE, ALIGNED)
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
+    partial = operand(partial, table, entry, 3, TABLE, ALIGNED)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     amax = _reduce(partial + batch * count, count, COUNT, HARDWARE)

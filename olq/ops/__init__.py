@@ -23,6 +23,12 @@ Five make their outputs in olq.alloc, (codes, scale), for activations; olq.activ
     quantize_nvfp4(x, scale_2, scale_layout)
     silu_mul_quantize_fp8(gate, up, scale_layout, group, power_of_two, limit, alpha, beta, through)
 
+Three multiply by a quantized weight, x @ W.T + bias, into a new tensor; olq.ops.linear says what each argument is.
+
+    matmul_fp8(x, codes, scale, bias, parts, starts, block_rows, block_columns)
+    matmul_mxfp8(x, codes, scale, bias, parts, starts, scale_layout)
+    matmul_nvfp4(x, codes, scale, scale_2, bias, parts, starts, scale_layout)
+
 Meaning of every argument: the function of the same name in olq.numerics and docs/formats/.
 """
 
@@ -35,6 +41,7 @@ from olq.ops.activations import (
     silu_mul_quantize_fp8,
     silu_mul_quantize_fp8_,
 )
+from olq.ops.linear import matmul_fp8, matmul_mxfp8, matmul_nvfp4
 from olq.ops.weights import (
     dequantize_fp8_,
     dequantize_mxfp8_,
@@ -49,6 +56,9 @@ __all__ = [
     "dequantize_fp8_",
     "dequantize_mxfp8_",
     "dequantize_nvfp4_",
+    "matmul_fp8",
+    "matmul_mxfp8",
+    "matmul_nvfp4",
     "nvfp4_tensor_scale_",
     "quantize_fp8_",
     "quantize_fp8_group",

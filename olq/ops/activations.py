@@ -3,7 +3,8 @@
 Two forms. With a last underscore they write into storage of the caller, like those for weights, whose
 `quantize_fp8_`, `quantize_mxfp8_` and `quantize_nvfp4_` serve activations too. Without, they make codes and scale
 in olq.alloc, padding included, and write them: so a compiled graph holds one node that makes memory as it is made
-everywhere else, with its strides, alignment and audit, whatever the number of rows is.
+everywhere else, with its strides, alignment and audit, whatever the number of rows is. The functions behind these get
+what was made first, and write it.
 
 Meaning of every argument: olq.activations, olq.numerics.activations and docs/formats/activations.md.
 """
@@ -114,6 +115,7 @@ def _groups_shape(shape: torch.Size, group: int) -> tuple[int, ...]:
 @operator(
     "Tensor source, Tensor(a!) codes, Tensor(b!) words, int group=128",
     _check_quantize_fp8_words,
+    kernel=True,
 )
 def quantize_fp8_words_(source: Tensor, codes: Tensor, words: Tensor, group: int = 128) -> None:
     """See `olq.numerics.activations.quantize_words_`."""
@@ -123,6 +125,7 @@ def quantize_fp8_words_(source: Tensor, codes: Tensor, words: Tensor, group: int
 @operator(
     f"Tensor gate, Tensor up, Tensor(a!) codes, Tensor(b!) scale, {_SILU}",
     _check_silu_mul_quantize_fp8,
+    kernel=True,
 )
 def silu_mul_quantize_fp8_(
     gate: Tensor,
@@ -194,13 +197,15 @@ def _fake_token(x: Tensor, power_of_two: bool = False) -> _Pair:
     return _codes_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@operator("Tensor x, bool power_of_two=False", _check_token, fake=_fake_token)
-def quantize_fp8_token(x: Tensor, power_of_two: bool = False) -> _Pair:
-    """See `olq.activations.quantize_fp8_token`."""
+def _make_token(x: Tensor, power_of_two: bool = False) -> _Pair:
     lead, rows, columns = _room(x)
-    out = alloc.fp8_token_output(rows, columns, lead=lead, device=x.device, owner="quantize_fp8_token")
-    fp8.quantize_(x, out.codes, out.scale, (1, 0), power_of_two=power_of_two)
-    return out.codes, out.scale
+    return alloc.fp8_token_output(rows, columns, lead=lead, device=x.device, owner="quantize_fp8_token")
+
+
+@operator("Tensor x, bool power_of_two=False", _check_token, fake=_fake_token, make=_make_token, kernel=True)
+def quantize_fp8_token(codes: Tensor, scale: Tensor, x: Tensor, power_of_two: bool = False) -> None:
+    """See `olq.activations.quantize_fp8_token`."""
+    fp8.quantize_(x, codes, scale, (1, 0), power_of_two=power_of_two)
 
 
 def _check_fp8_group(
@@ -218,21 +223,32 @@ def _fake_fp8_group(
     return _fake_groups(x, scale_layout, group)
 
 
+def _make_fp8_group(
+    x: Tensor, scale_layout: str = "row_major", group: int = 128, power_of_two: bool = False
+) -> _Pair:
+    return _group_output(x, scale_layout, group, "quantize_fp8_group")
+
+
 @operator(
     'Tensor x, str scale_layout="row_major", int group=128, bool power_of_two=False',
     _check_fp8_group,
     fake=_fake_fp8_group,
+    make=_make_fp8_group,
+    kernel=True,
 )
 def quantize_fp8_group(
-    x: Tensor, scale_layout: str = "row_major", group: int = 128, power_of_two: bool = False
-) -> _Pair:
+    codes: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    scale_layout: str = "row_major",
+    group: int = 128,
+    power_of_two: bool = False,
+) -> None:
     """See `olq.activations.quantize_fp8_group`."""
-    out = _group_output(x, scale_layout, group, "quantize_fp8_group")
     if scale_layout == "ue8m0_words":
-        activations.quantize_words_(x, out.codes, out.scale, group)
+        activations.quantize_words_(x, codes, scale, group)
     else:
-        fp8.quantize_(x, out.codes, out.scale, (1, group), power_of_two=power_of_two)
-    return out.codes, out.scale
+        fp8.quantize_(x, codes, scale, (1, group), power_of_two=power_of_two)
 
 
 def _group_output(x: Tensor, scale_layout: str, group: int, owner: str) -> alloc.CodesAndScale:
@@ -258,11 +274,9 @@ def _fake_mxfp8(x: Tensor, scale_layout: str = "linear", rule: str = "RCEIL") ->
     return _codes_like(x), _fake_blocks(x, scale_layout, MXFP8_BLOCK)
 
 
-@operator('Tensor x, str scale_layout="linear", str rule="RCEIL"', _check_mxfp8, fake=_fake_mxfp8)
-def quantize_mxfp8(x: Tensor, scale_layout: str = "linear", rule: str = "RCEIL") -> _Pair:
-    """See `olq.activations.quantize_mxfp8`."""
+def _make_mxfp8(x: Tensor, scale_layout: str = "linear", rule: str = "RCEIL") -> _Pair:
     lead, rows, columns = _room(x)
-    out = alloc.mxfp8_output(
+    return alloc.mxfp8_output(
         rows,
         columns,
         scale_layout=scale_layout,  # pyright: ignore[reportArgumentType]  # checked already
@@ -270,8 +284,20 @@ def quantize_mxfp8(x: Tensor, scale_layout: str = "linear", rule: str = "RCEIL")
         device=x.device,
         owner="quantize_mxfp8",
     )
-    mxfp8.quantize_(x, out.codes, Places(out.scale, scale_layout, 0, 1, 0), rule=rule)
-    return out.codes, out.scale
+
+
+@operator(
+    'Tensor x, str scale_layout="linear", str rule="RCEIL"',
+    _check_mxfp8,
+    fake=_fake_mxfp8,
+    make=_make_mxfp8,
+    kernel=True,
+)
+def quantize_mxfp8(
+    codes: Tensor, scale: Tensor, x: Tensor, scale_layout: str = "linear", rule: str = "RCEIL"
+) -> None:
+    """See `olq.activations.quantize_mxfp8`."""
+    mxfp8.quantize_(x, codes, Places(scale, scale_layout, 0, 1, 0), rule=rule)
 
 
 def _check_nvfp4(x: Tensor, scale_2: Tensor, scale_layout: str = "linear") -> None:
@@ -288,11 +314,9 @@ def _fake_nvfp4(x: Tensor, scale_2: Tensor, scale_layout: str = "linear") -> _Pa
     return _codes_like(x, -(-x.shape[-1] // 2)), _fake_blocks(x, scale_layout, NVFP4_BLOCK)
 
 
-@operator('Tensor x, Tensor scale_2, str scale_layout="linear"', _check_nvfp4, fake=_fake_nvfp4)
-def quantize_nvfp4(x: Tensor, scale_2: Tensor, scale_layout: str = "linear") -> _Pair:
-    """See `olq.activations.quantize_nvfp4`."""
+def _make_nvfp4(x: Tensor, scale_2: Tensor, scale_layout: str = "linear") -> _Pair:
     lead, rows, columns = _room(x)
-    out = alloc.fp4_output(
+    return alloc.fp4_output(
         rows,
         columns,
         scale_layout=scale_layout,  # pyright: ignore[reportArgumentType]  # checked already
@@ -300,8 +324,20 @@ def quantize_nvfp4(x: Tensor, scale_2: Tensor, scale_layout: str = "linear") -> 
         device=x.device,
         owner="quantize_nvfp4",
     )
-    nvfp4.quantize_(x, out.codes, Places(out.scale, scale_layout, 0, 1, 0), scale_2)
-    return out.codes, out.scale
+
+
+@operator(
+    'Tensor x, Tensor scale_2, str scale_layout="linear"',
+    _check_nvfp4,
+    fake=_fake_nvfp4,
+    make=_make_nvfp4,
+    kernel=True,
+)
+def quantize_nvfp4(
+    codes: Tensor, scale: Tensor, x: Tensor, scale_2: Tensor, scale_layout: str = "linear"
+) -> None:
+    """See `olq.activations.quantize_nvfp4`."""
+    nvfp4.quantize_(x, codes, Places(scale, scale_layout, 0, 1, 0), scale_2)
 
 
 def _check_silu(
@@ -327,8 +363,22 @@ def _fake_silu(
     return _fake_groups(gate, scale_layout, group)
 
 
-@operator(f'Tensor gate, Tensor up, str scale_layout="ue8m0_words", {_SILU}', _check_silu, fake=_fake_silu)
+def _make_silu(
+    gate: Tensor, up: Tensor, scale_layout: str = "ue8m0_words", group: int = 128, *rest: object
+) -> _Pair:
+    return _group_output(gate, scale_layout, group, "silu_mul_quantize_fp8")
+
+
+@operator(
+    f'Tensor gate, Tensor up, str scale_layout="ue8m0_words", {_SILU}',
+    _check_silu,
+    fake=_fake_silu,
+    make=_make_silu,
+    kernel=True,
+)
 def silu_mul_quantize_fp8(
+    codes: Tensor,
+    scale: Tensor,
     gate: Tensor,
     up: Tensor,
     scale_layout: str = "ue8m0_words",
@@ -338,14 +388,13 @@ def silu_mul_quantize_fp8(
     alpha: float = 1.0,
     beta: float = 0.0,
     through: torch.dtype | None = None,
-) -> _Pair:
+) -> None:
     """See `olq.activations.silu_mul_quantize_fp8`."""
-    out = _group_output(gate, scale_layout, group, "silu_mul_quantize_fp8")
     activations.silu_mul_quantize_(
         gate,
         up,
-        out.codes,
-        out.scale,
+        codes,
+        scale,
         group,
         power_of_two=power_of_two,
         limit=limit,
@@ -353,4 +402,3 @@ def silu_mul_quantize_fp8(
         beta=beta,
         through=through,
     )
-    return out.codes, out.scale

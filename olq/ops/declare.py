@@ -26,7 +26,13 @@ TAIL = "ScalarType? through=None, bool saturate=False"
 
 
 def operator(
-    arguments: str, check: _Check, *, fake: _Function | None = None, kernel: bool = False
+    arguments: str,
+    check: _Check,
+    *,
+    fake: _Function | None = None,
+    returns: str = "(Tensor, Tensor)",
+    make: Callable[..., tuple[Tensor, ...]] | None = None,
+    kernel: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Declare `olq::<function name>`: the function on CPU and CUDA, behind `check`.
 
@@ -35,13 +41,20 @@ def operator(
         check: takes the operator's arguments and raises. Sizes may be symbolic; a comparison then becomes a
             guard.
         fake: None for an operator that writes into its arguments, which for tensors without memory does
-            nothing; or the function that makes such tensors as the operator returns, (codes, scale).
+            nothing; or the function that makes such tensors as the operator returns.
+        returns: of the schema, with `fake`: (codes, scale), or one tensor.
+        make: with `fake`: takes the operator's arguments and makes in olq.alloc what it returns. The decorated function
+            takes that before the arguments, and writes it.
         kernel: olq.kernels may have a kernel for it. On CUDA tensors the function is then only for the calls that
-            `olq.kernels.path` says it is for.
+            `olq.kernels.path` says it is for. A kernel also writes the padding of what `make` made.
+
+    Returns:
+        What the operator does, unchecked: the function, or with `make` one that takes the operator's arguments alone.
     """
 
-    def declare(function: _Function) -> _Function:
-        name = function.__name__
+    def declare(writes: _Function) -> _Function:
+        name = writes.__name__
+        function = _making(make, writes) if make else writes
 
         def checked(*args: object, **kwargs: object) -> object:
             check(*args, **kwargs)
@@ -57,18 +70,42 @@ def operator(
                         return function(*args, **kwargs)
             return None
 
+        def new_by_kernel(*args: object, **kwargs: object) -> object:
+            outputs = None if kwargs else kernels.renew(name, args)
+            if outputs is None and make is not None:
+                check(*args, **kwargs)
+                with torch.no_grad():
+                    outputs = make(*args, **kwargs)
+                    if kwargs or not kernels.launch(name, args, outputs):
+                        writes(*outputs, *args, **kwargs)
+            return outputs
+
         def checked_fake(*args: object, **kwargs: object) -> object:
             check(*args, **kwargs)
             return fake(*args, **kwargs) if fake else None
 
-        returns = "(Tensor, Tensor)" if fake else "()"
-        _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(
+            f"{name}({arguments}) -> {returns if fake else '()'}", tags=(torch.Tag.pt2_compliant_tag,)
+        )
         _LIBRARY.impl(name, checked, "CPU")
-        _LIBRARY.impl(name, by_kernel if kernel else checked, "CUDA")
+        on_cuda = (new_by_kernel if make else by_kernel) if kernel else checked
+        _LIBRARY.impl(name, on_cuda, "CUDA")
         torch.library.register_fake(f"olq::{name}", checked_fake, lib=_LIBRARY)
         return function
 
     return declare
+
+
+def _making(make: Callable[..., tuple[Tensor, ...]], writes: _Function) -> _Function:
+    """The function that makes and writes, under the name and the words of the one that writes."""
+
+    def function(*args: object, **kwargs: object) -> object:
+        outputs = make(*args, **kwargs)
+        writes(*outputs, *args, **kwargs)
+        return outputs
+
+    function.__name__, function.__doc__ = writes.__name__, writes.__doc__
+    return function
 
 
 def fail(operator: str, argument: str, found: object, need: str) -> None:

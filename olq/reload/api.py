@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from olq.errors import LayoutError, StateError
 from olq.methods.base import QuantMethod, kernel_tensors, plan_of
 from olq.methods.state import LayerState, require_live
-from olq.reload import online
+from olq.reload import online, saved
 from olq.reload.accounting import missing_error
 from olq.reload.callbacks import run_callbacks
 from olq.reload.commit import go_live
@@ -174,7 +174,7 @@ def finalize_layerwise_processing(
         online.check_parameters(layer)
         state.label = name
         _relabel(state, name)
-        if text := online.finish_restored(state.open, name):
+        if text := saved.finish_restored(state.open, name):
             missing.append(text)
         late = state.open.late
         for weight, progress in state.open.weights.items():

@@ -111,9 +111,21 @@ class Names:
         """Those without which a load is not complete."""
         return [*self.weights, *self.required_plain]
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where what has elements is stored."""
+        states = [(state_of(layer), name) for layer, name in self.places.values()]
+        return {state.device for state, name in states if state.load_parameters[name].numel()} | {
+            one.parameter.device for one in self.plain.values() if one.parameter.numel()
+        }
+
     def knows(self, name: str) -> bool:
         """Whether a source may use this name for a parameter."""
         return name in self.places or name in self.plain or name in self.aliases
+
+    def hold_saved(self, given: Iterable[str]) -> bool:
+        """Whether some names are of tensors that only the saved state of a quantized model has."""
+        return any(name in self.saved and not self.knows(name) for name in given)
 
     def repeated_by(self, given: Iterable[str]) -> bool:
         """Whether names are all that a repeat needs."""

@@ -20,12 +20,11 @@ from olq.methods.base import QuantMethod, WeightPlan
 from olq.methods.guards import guard
 from olq.methods.state import FORMAT_SUFFIX, LayerState, state_of
 from olq.patterns import join
-from olq.reload.checks import check_shape, contradiction, same_bytes
+from olq.reload.checks import check_shape
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
-from olq.reload.region import whole
 from olq.reload.stage import Meter
 
 
@@ -48,6 +47,7 @@ class LayerLoad:
         shadow: str | None = None,
         plains: Mapping[str, Progress] | None = None,
     ) -> None:
+        self.layer = layer
         state = self._state = state_of(layer)
         self._method = cast("QuantMethod", layer.quant_method)
         #: Load-format parameters by name.
@@ -355,76 +355,6 @@ def abort(layer: nn.Module, *, untouched: bool = False, why: str = "") -> None:
     state.open = None
 
 
-def check_tag(load: LayerLoad, name: str, tag: Tensor, label: str) -> None:
-    """Raise `LayoutError` unless a saved tag is that of the layer's weight.
-
-    Args:
-        load: the layer's load.
-        name: name of the tag's buffer.
-        tag: its bytes.
-        label: full name, for messages.
-    """
-    need = load.weights[name.removesuffix(FORMAT_SUFFIX)].plan.tag
-    found = bytes(tag.to("cpu", torch.uint8).flatten().tolist()).decode(errors="replace")
-    if found != need:
-        raise _restore_error(label, found, need)
-
-
-def restore(load: LayerLoad, name: str, tensor: Tensor, label: str) -> None:
-    """Take a kernel tensor, or the tag, of a saved model.
-
-    Args:
-        load: the layer's load.
-        name: name of the kernel tensor, or of the tag.
-        tensor: its bytes.
-        label: full name, for messages.
-
-    Raises:
-        LayoutError: shape, dtype or meaning differ from what this layer stores.
-        CoverageError: other bytes have arrived for it, under another name of a shared module.
-    """
-    for weight_name, weight in load.weights.items():
-        if name == weight_name + FORMAT_SUFFIX:
-            check_tag(load, name, tensor, label)
-            load.restored.add(name)
-            return
-        for suffix, spec in weight.plan.tensors.items():
-            if name == weight_name + suffix:
-                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                    raise _restore_error(
-                        label, f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
-                    )
-                if name in load.restored:
-                    if not same_bytes(weight.tensors[suffix], tensor):
-                        raise contradiction(weight.label + suffix, label)
-                    return
-                weight.prepare_tensors()
-                weight.tensors[suffix].copy_(tensor)
-                load.restored.add(name)
-                return
-
-
-def finish_restored(load: LayerLoad, label: str) -> str | None:
-    """Mark weights whose kernel tensors all arrived as complete.
-
-    Returns:
-        What is missing, in words, or None.
-    """
-    if not load.restored:
-        return None
-    for name, weight in load.weights.items():
-        names = [name + suffix for suffix in (*weight.plan.tensors, FORMAT_SUFFIX)]
-        there = [n for n in names if n in load.restored]
-        if there and len(there) < len(names):
-            missing = ", ".join(join(label, n) for n in names if n not in load.restored)
-            return f"{missing} (the other tensors of this saved weight are there)"
-        if there and name not in load.whole:
-            weight.check_new(whole(weight.parameter.shape), "a saved quantized weight")
-            weight.coverage.add(whole(weight.parameter.shape), "saved")
-            load.whole.add(name)
-    return None
-
-
 def wrap_loader(layer: nn.Module, name: str, parameter: Tensor) -> None:
     """Make a parameter's loader show what it writes."""
     loader = getattr(parameter, "weight_loader", None)
@@ -490,13 +420,3 @@ def _call_name(label: str, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     extra = [repr(a) for a in args[1:] if not isinstance(a, Tensor)]
     extra += [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
     return join(label, name) + (f" ({', '.join(extra)})" if extra else "")
-
-
-def _restore_error(label: str, found: str, need: str) -> LayoutError:
-    return LayoutError(
-        "A saved quantized tensor does not fit this layer.",
-        where=label,
-        found=found,
-        need=need,
-        remedy="prepare the model with the configuration that it was saved with, or load the full-precision checkpoint",
-    )

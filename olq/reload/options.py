@@ -1,6 +1,7 @@
 """What a load can be told by keyword, in one place for every call that takes it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from olq.errors import ConfigError
@@ -9,6 +10,41 @@ from olq.reload.plans import PlanKey
 
 #: Called after each tensor with (bytes so far, bytes in all if known, name).
 ProgressCallback = Callable[[int, int | None, str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How safetensors files are read for a load whose parameters all live on one CUDA device.
+
+    Threads read file ranges into two page-locked buffers, whose bytes are copied to the device while the next are read
+    and the last are quantized.
+
+    Args:
+        buffer_bytes: size of each of the two buffers in the host's memory. On the device wait tensors of at most twice
+            this size in all, and one larger tensor.
+        threads: how many read at a time.
+
+    Raises:
+        ConfigError: one of them is not a positive integer.
+    """
+
+    buffer_bytes: int = 128 << 20
+    threads: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_bytes", "threads"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(
+                    "Staging needs positive integers.",
+                    where=f"olq.Staging({name}=...)",
+                    found=repr(value),
+                    need="an int of at least 1",
+                    remedy=f"leave `{name}` out, or pass staging=None to read files without staging",
+                )
+
+
+DEFAULT_STAGING = Staging()
 
 
 class LoadOptions(TypedDict, total=False):
@@ -28,6 +64,9 @@ class LoadOptions(TypedDict, total=False):
             being loaded.
         allow_surplus: patterns of names that may arrive though nothing takes them.
         progress: called after each tensor with (bytes so far, bytes in all or None, name).
+        staging: how safetensors files are read if everything that the load writes lives on one CUDA device; see
+            `Staging`. None maps the files and takes tensor by tensor, which is also what is done for a CPU, for several
+            devices, for `shadow="host"`, and for dtypes that torch has no name for.
     """
 
     scope: Sequence[str] | None
@@ -39,6 +78,7 @@ class LoadOptions(TypedDict, total=False):
     measure_changes: bool
     allow_surplus: Sequence[str]
     progress: ProgressCallback | None
+    staging: Staging | None
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -47,6 +87,15 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise _option_error(unknown)
     _check_choice(options, "shadow", (None, "device", "host"))
     _check_choice(options, "sources", ("transient", "stable"))
+    staging = options.get("staging")
+    if staging is not None and not isinstance(staging, Staging):
+        raise ConfigError(
+            "An option of a load has a value that it can't have.",
+            where="staging",
+            found=repr(staging),
+            need="olq.Staging(...) or None",
+            remedy="leave `staging` out, or pass olq.Staging(buffer_bytes=..., threads=...)",
+        )
 
 
 def _option_error(names: Sequence[str]) -> ConfigError:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import LoaderError
-from olq.kernels.batch import Batch, Prepared, prepare
+from olq.kernels.batch import Batch, Job, job_of
 from olq.methods.base import QuantMethod, WeightPlan
 from olq.methods.state import FORMAT_SUFFIX, LayerState
 from olq.patterns import join
@@ -41,20 +41,23 @@ class _Write:
     Args:
         copy: of the plan.
         piece: of the copy.
-        ready: calls of operators, all but the source's address; by what that address is modulo 16, and its device.
-            None where no kernel does it.
-        offset: bytes from the fed tensor's first element to the piece's.
+        job: all of it but the source's address; None where no kernel does it, or before it was done once.
+        tried: whether `job` has been asked for.
     """
 
     copy: Copy
     piece: Piece
-    ready: dict[tuple[int, int], tuple[Prepared, ...] | None] = field(default_factory=dict)
-    offset: int = 0
+    job: Job | None = None
+    tried: bool = False
 
     def source(self, tensor: Tensor) -> Tensor:
         """The piece's elements in a fed tensor."""
         whole = self.copy.source(tensor)
         return whole if self.piece.index is None else whole[self.piece.index]
+
+    def forget(self) -> None:
+        """The job no longer fits."""
+        self.job, self.tried = None, False
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ class _Weight:
         shape: of its parameter.
         arrivals: copies that bring it.
         writes: all that these do.
-        addresses: of the kernel tensors that `ready` calls were made for.
+        addresses: of the kernel tensors that jobs were made for.
     """
 
     made_for: object
@@ -76,10 +79,10 @@ class _Weight:
     addresses: tuple[int, ...] = ()
 
     def made_at(self, addresses: tuple[int, ...]) -> None:
-        """Forget calls that were made ready for kernel tensors at other addresses."""
+        """Forget jobs that were made for kernel tensors at other addresses."""
         if addresses != self.addresses:
             for write in self.writes:
-                write.ready.clear()
+                write.forget()
             self.addresses = addresses
 
 
@@ -178,6 +181,8 @@ class Repeat:
             tree: its modules.
         """
         targets: dict[str, Target] = {}
+        if len(tree.named) != len(tree.modules):
+            return None  # a module under two names may be fed under both
         for name, layer, state in tree.layers:
             method = cast("QuantMethod", layer.quant_method)
             if (
@@ -319,24 +324,14 @@ class Repeat:
     def _add(self, batch: Batch, write: _Write, tensor: Tensor) -> None:
         target = self.targets[write.copy.label]
         target.weight.made_at(target.addresses)  # a model may be moved between two feeds
-        start, device = tensor.data_ptr(), tensor.get_device()
-        address = start + write.offset
-        ready = write.ready.get((address & 15, device), ())
-        if ready == ():
-            source = write.source(tensor)
-            address = source.data_ptr()
-            write.offset = address - start
-            ready = write.ready[address & 15, device] = _prepare(target, source, write.piece)
-        if ready is None:
-            target.method.write_(write.source(tensor), target.tensors, target.plan, write.piece.target)
-        else:
-            batch.add(ready, address)
-
-
-def _prepare(target: Target, source: Tensor, piece: Piece) -> tuple[Prepared, ...] | None:
-    """The calls that write a piece; None if one of them has no kernel."""
-    calls = target.method.calls(source, target.tensors, target.plan, piece.target)
-    if calls is None:
-        return None
-    ready = tuple(prepare(operator, arguments) for operator, arguments in calls)
-    return None if None in ready else cast("tuple[Prepared, ...]", ready)
+        source = write.source(tensor)
+        if write.job is not None and batch.add(write.job, source):
+            return
+        if (
+            write.job is not None or not write.tried
+        ):  # never done, or with a source of another alignment or device
+            calls = target.method.calls(source, target.tensors, target.plan, write.piece.target)
+            write.job, write.tried = job_of(calls) if calls else None, True
+            if write.job is not None and batch.add(write.job, source):
+                return
+        target.method.write_(source, target.tensors, target.plan, write.piece.target)

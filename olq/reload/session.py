@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from olq import patterns
 from olq.errors import LoaderError, StateError
-from olq.methods.state import FORMAT_SUFFIX
-from olq.reload import commit, online, owner
-from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
+from olq.reload import commit, online, owner, saved
+from olq.reload.accounting import check_arrived, check_names, check_tags, outside_error, unknown_error
 from olq.reload.callbacks import run_callbacks
+from olq.reload.carriers import Carrier, carrier_for
 from olq.reload.checks import check_shape, contradiction
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
-from olq.reload.options import LoadOptions, check_options
+from olq.reload.options import DEFAULT_STAGING, LoadOptions, check_options
 from olq.reload.plans import PLANS, Plans, whole_trace
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight, judge
@@ -158,11 +158,11 @@ class Session:
 
     def _feed_new(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...]) -> None:
         """Load a tensor that no recorded plan fits."""
-        if (saved := self.names.saved.get(name)) is not None and (
+        if (layer := self.names.saved.get(name)) is not None and (
             name not in self.names.routes or _packed(tensor)
         ):
             self.names.release([name])
-            online.restore(online.load_of(saved), name.rpartition(".")[2], tensor, name)
+            saved.restore(online.load_of(layer), name.rpartition(".")[2], tensor, name)
         elif (progress := self.names.routes.get(name)) is None:
             self._take_surplus(name)
         elif (other := self._arrived_as(progress, name)) is not None:
@@ -183,11 +183,22 @@ class Session:
             CoverageError: parameters without a name in the source.
         """
         self._need("open", "load")
-        source = open_source(weights)
+        source = open_source(weights, self._carrier, self._options.get("staging", DEFAULT_STAGING))
+        try:
+            self._load(source, weights)
+        finally:
+            source.close()  # also after an error, whose traceback would hold the items and what reads ahead of them
+
+    def _carrier(self) -> Carrier | None:
+        return carrier_for(self.names.devices, self._options.get("shadow"))
+
+    def _load(self, source: Source, weights: Weights) -> None:
+        if source.staged is not None and self._options.get("sources") == "stable":
+            source = replace(source, items=self._flushed(source.items, source.staged.staging.buffer_bytes))
         own_loader = getattr(self.model, "load_weights", None)
-        if own_loader is None or self._is_saved(source):
+        if own_loader is None or self.names.hold_saved(source.names or ()):
             if source.names is not None:
-                self._check_names(source)
+                check_names(self.names, source.names, source.where, self._allowed)
                 self.names.release(source.names)
             if isinstance(weights, Mapping):
                 check_tags(cast("Mapping[str, Tensor]", weights), self.names)
@@ -216,6 +227,17 @@ class Session:
                 )
             raise
         self._replay.note_around(around)
+
+    def _flushed(self, items: Iterable[tuple[str, Tensor]], most: int) -> Iterator[tuple[str, Tensor]]:
+        """Items whose queue is written before it holds more than `most` bytes and one tensor on the device."""
+        held = 0
+        for name, tensor in items:
+            if held and held + tensor.nbytes > most:
+                self._replay.flush()
+                held = 0
+            held += tensor.nbytes
+            yield name, tensor
+            del tensor
 
     def _replayed(self, source: Source) -> tuple[str, Tensor] | None:
         """Replay the tensors at the head of a source; the first one that needs a loader, if there is any."""
@@ -270,7 +292,8 @@ class Session:
         """
         self._need("open", "commit")
         self._replay.flush()
-        self._check_complete()
+        self._take_moved()
+        check_arrived(self.names, self._surplus)
         tree = Tree(self.model)
         report = build_report(
             tree,
@@ -337,26 +360,6 @@ class Session:
             return None
         return Repeat.begin(plans.routine, tree)
 
-    def _check_complete(self) -> None:
-        """Raise unless everything has arrived."""
-        repeat = self.names.repeat
-        if repeat is not None and repeat.complete:
-            repeat.check()
-        else:
-            self.names.open()
-            repeat = None
-            for layer in self.names.layers.values():
-                online.check_parameters(layer)
-        self._take_moved()
-        missing: list[str] = []
-        if repeat is None:
-            loads = [(name, online.load_of(layer)) for name, layer in self.names.layers.items()]
-            missing += [text for name, load in loads if (text := online.finish_restored(load, name))]
-        required = self.names.required if repeat is None else self.names.required_plain
-        missing += [text for one in required if (text := one.missing())]
-        if missing:
-            raise missing_error(missing, self.names.progress, self._surplus)
-
     def _judge(self) -> None:
         """Raise if a weight is not usable that nobody has looked at."""
         if self.names.repeat is None or not self.names.repeat.finite():
@@ -413,26 +416,6 @@ class Session:
             raise unknown_error([name], self.names.routes, where="feed")
         self._surplus[name] = "allowed by allow_surplus"
 
-    def _check_names(self, source: Source) -> None:
-        names = source.names or ()
-        unknown = [
-            n
-            for n in names
-            if not self.names.knows(n)
-            and n not in self.names.saved
-            and not any(pattern.match(n) is not None for pattern in self._allowed)
-        ]
-        if outside := [name for name in unknown if name in self.names.outside]:
-            raise outside_error(outside, where=source.where)
-        if unknown:
-            raise unknown_error(unknown, self.names.routes, where=source.where)
-        check_complete(self.names, names, source.where)
-
-    def _is_saved(self, source: Source) -> bool:
-        """Whether a source is the saved state of a quantized model."""
-        names = self.names
-        return any(name in names.saved and not names.knows(name) for name in source.names or ())
-
     def _named(
         self, items: Iterable[tuple[str, Tensor]], source: Source, counter: CopyCounter, around: Trace
     ) -> Iterator[tuple[str, Tensor]]:
@@ -482,14 +465,6 @@ class Session:
                 need=f"a session that is {state}",
                 remedy="with olq.session(model) as s: s.feed(...); a session is used once",
             )
-
-
-def check_tags(weights: Mapping[str, Any], names: Names) -> None:
-    """Raise `LayoutError` if saved kernel tensors mean something else than this model stores; nothing is written."""
-    for name, layer in names.saved.items():
-        tag = weights.get(name) if name.endswith(FORMAT_SUFFIX) else None
-        if isinstance(tag, Tensor):
-            online.check_tag(online.load_of(layer), name.rpartition(".")[2], tag, name)
 
 
 def _packed(tensor: Tensor) -> bool:

@@ -2,13 +2,14 @@
 
 A folder or a file is checked before the first tensor is handed out: every shard that the index names exists, every
 header is whole, every name is where the index says and stands once. Tensors are handed out one at a time, in file
-order, as views of the mapped file; olq never pulls ahead and keeps none.
+order: as views of the mapped file; or, with a carrier, in the memory of a device, to which `olq.reload.staging` reads
+ahead within bounds. olq never pulls ahead of an iterator that it is given, and keeps no tensor.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from olq.errors import SourceError
+from olq.reload.carriers import Carrier
+from olq.reload.headers import OTHER_FORMATS, Header, corrupt, read_header
+from olq.reload.options import DEFAULT_STAGING, Staging
+from olq.reload.staging import Staged
+from olq.reload.staging_plan import DTYPES
 
 INDEX_NAME = "model.safetensors.index.json"
-
-#: Suffixes of checkpoint formats that are not read.
-_OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5"})
 
 #: What `olq.load` takes.
 Weights = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -36,26 +39,41 @@ class Source:
         names: all names in order, if they are known beforehand.
         total_bytes: bytes of all tensors, if known.
         where: the source in words.
+        staged: the reading ahead of files that go to a device; None is a source that is not read ahead.
     """
 
     items: Iterator[tuple[str, Tensor]]
     names: tuple[str, ...] | None
     total_bytes: int | None
     where: str
+    staged: Staged | None = None
+
+    def close(self) -> None:
+        """End what reads ahead: threads have ended and their buffers are free when it returns."""
+        if self.staged is not None:
+            self.staged.stop()
 
 
-def open_source(weights: Weights) -> Source:
+def open_source(
+    weights: Weights,
+    carrier: Callable[[], Carrier | None] | None = None,
+    staging: Staging | None = DEFAULT_STAGING,
+) -> Source:
     """Check what can be checked before the first tensor.
 
     Args:
         weights: a folder of safetensors files (an index is honoured), one such file, a mapping, or an iterable of
             (name, tensor).
+        carrier: asked, for files, what takes their tensors to a device while they are read; if nothing does, they are
+            views of the mapped file, as they are if a dtype is not in `olq.reload.staging_plan.DTYPES`.
+        staging: how files are read for a carrier; None maps them.
 
     Raises:
         SourceError: a file is missing, truncated or corrupt, a name stands twice, or there is nothing at all.
     """
     if isinstance(weights, (str, os.PathLike)):
-        return _open_files(Path(weights))
+        takes = carrier() if carrier is not None and staging is not None else None
+        return _open_files(Path(weights), takes, staging or DEFAULT_STAGING)
     if isinstance(weights, Mapping):
         if not weights:
             raise _empty("a mapping", "an empty mapping")
@@ -114,7 +132,7 @@ def _kind(item: Any) -> str:
     return type(item).__name__
 
 
-def _open_files(path: Path) -> Source:
+def _open_files(path: Path, carrier: Carrier | None, staging: Staging) -> Source:
     expected: dict[Path, set[str]] | None = None
     if path.is_dir():
         index = path / INDEX_NAME
@@ -131,31 +149,35 @@ def _open_files(path: Path) -> Source:
             need="a folder of safetensors files, or one such file",
             remedy="check the path",
         )
-    headers = {file: _header(file) for file in files}
+    headers = [read_header(file) for file in files]
     owner: dict[str, Path] = {}
-    for file, header in headers.items():
-        for name in header:
-            if name in owner:
+    for header in headers:
+        for entry in header.entries:
+            if entry.name in owner:
                 raise SourceError(
                     "A tensor stands in two files of one checkpoint.",
                     where=str(path),
-                    found=f"{name!r} in {owner[name].name} and in {file.name}",
+                    found=f"{entry.name!r} in {owner[entry.name].name} and in {header.file.name}",
                     need="each name once",
                     remedy=f"write {INDEX_NAME}, or remove the file that is left over",
                 )
-            owner[name] = file
+            owner[entry.name] = header.file
     if not owner:
         raise _empty(str(path), "files without a tensor")
     if expected is not None:
         _check_index(path, expected, owner)
-    total = sum(sum(header.values()) for header in headers.values())
+    entries = [entry for header in headers for entry in header.entries]
+    total = sum(entry.nbytes for entry in entries)
+    if carrier is not None and all(entry.dtype in DTYPES for entry in entries):
+        staged = Staged(headers, carrier, staging)
+        return Source(staged.items(), tuple(owner), total, str(path), staged)
     return Source(_read(headers), tuple(owner), total, str(path))
 
 
 def _listed(folder: Path) -> list[Path]:
     files = [f for f in folder.glob("*.safetensors") if f.is_file() and not f.name.startswith(".")]
     if not files:
-        others = sorted(f.name for f in folder.iterdir() if f.suffix in _OTHER_FORMATS)
+        others = sorted(f.name for f in folder.iterdir() if f.suffix in OTHER_FORMATS)
         there = f", only {', '.join(others[:3])}: other formats are not read" if others else ""
         raise _empty(str(folder), f"no *.safetensors and no {INDEX_NAME}{there}")
     return sorted(files, key=_natural)
@@ -203,38 +225,14 @@ def _check_index(folder: Path, expected: Mapping[Path, set[str]], owner: Mapping
         )
 
 
-def _header(file: Path) -> dict[str, int]:
-    """Bytes of each tensor by name, in file order, of a file that is whole."""
-    try:
-        with safe_open(file, framework="pt"):  # checks every offset against the others and the file's size
-            pass
-        with file.open("rb") as raw:
-            entries = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _corrupt(file, error) from error
-    spans = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
-    return {name: last - first for name, (first, last) in sorted(spans.items(), key=lambda item: item[1])}
-
-
-def _read(headers: Mapping[Path, Iterable[str]]) -> Iterator[tuple[str, Tensor]]:
-    for file, names in headers.items():
+def _read(headers: Iterable[Header]) -> Iterator[tuple[str, Tensor]]:
+    for header in headers:
         try:
-            with safe_open(file, framework="pt") as reader:
-                for name in names:
-                    yield name, reader.get_tensor(name)
+            with safe_open(header.file, framework="pt") as reader:
+                for entry in header.entries:
+                    yield entry.name, reader.get_tensor(entry.name)
         except (SafetensorError, OSError) as error:
-            raise _corrupt(file, error) from error
-
-
-def _corrupt(file: Path, error: Exception) -> SourceError:
-    other = file.suffix in _OTHER_FORMATS
-    return SourceError(
-        "A file of the checkpoint can't be read: it is truncated, corrupt, or not in the safetensors format.",
-        where=str(file),
-        found=f"{error} ({file.stat().st_size if file.exists() else 0} bytes)",
-        need="a whole safetensors file",
-        remedy="convert it to safetensors" if other else "fetch this file again",
-    )
+            raise corrupt(header.file, error) from error
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

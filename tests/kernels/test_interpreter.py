@@ -1,4 +1,4 @@
-"""The kernels' bytes on a machine without a GPU: test_bytes, in a process where Triton interprets.
+"""The kernels' bytes on a machine without a GPU: tests of bytes, in a process where Triton interprets.
 
 Triton decides when a kernel is defined whether it is compiled or interpreted; a process can't do both.
 """
@@ -15,10 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize(
+    ("file", "least"), [("test_bytes", 40), ("test_activations", 40), ("test_batch", 30)]
+)
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: install the extra `triton`"
 )
-def test_interpreted_kernels_write_the_references_bytes():
+def test_interpreted_kernels_write_the_references_bytes(file, least):
     run = subprocess.run(
         [
             sys.executable,
@@ -29,7 +32,7 @@ def test_interpreted_kernels_write_the_references_bytes():
             "no:cacheprovider",
             "-k",
             "cpu",
-            "tests/kernels/test_bytes.py",
+            f"tests/kernels/{file}.py",
         ],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -40,5 +43,5 @@ def test_interpreted_kernels_write_the_references_bytes():
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 40, run.stdout[-2000:]
+    assert int(passed[1]) >= least, run.stdout[-2000:]
     assert "skipped" not in run.stdout
