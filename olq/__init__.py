@@ -32,9 +32,9 @@ from olq.reload.fingerprint import fingerprint as fingerprint
 from olq.reload.names import materialize as materialize
 from olq.reload.options import LoadOptions as LoadOptions
 from olq.reload.options import Staging as Staging
+from olq.reload.plans import forget_plans as forget_plans
 from olq.reload.prepare import meta_parameters as meta_parameters
 from olq.reload.prepare import prepare as prepare
-from olq.reload.replay import forget_plans as forget_plans
 from olq.reload.session import Session as Session
 from olq.report import Report as Report
 from olq.report import Status as Status

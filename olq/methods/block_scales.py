@@ -61,7 +61,10 @@ def read(scale: Tensor, plan: WeightPlan, target: Target, layout: ScaleLayout) -
 def pad_(scale: Tensor, plan: WeightPlan, layout: ScaleLayout) -> None:
     """Write 0 to each scale byte that belongs to no block of the logical weight."""
     if layout == "linear":
-        scale[..., plan.geometry.rows :, :] = 0
-        scale[..., -(-plan.geometry.columns // plan.block[1]) :] = 0
+        rows, blocks = plan.geometry.rows, -(-plan.geometry.columns // plan.block[1])
+        if rows < scale.shape[-2]:
+            scale[..., rows:, :] = 0
+        if blocks < scale.shape[-1]:
+            scale[..., blocks:] = 0
     else:
         write_padding_(scale, plan.tensors["_scale"])

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: What a load-format parameter can be.
 LOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Methods of a module that are guarded, by partials in its `vars`.
+GUARDED = ("_apply", "_load_from_state_dict")
 #: Integer types by size: a view under which no cast to a float type applies.
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _log = logging.getLogger("olq")
@@ -38,7 +40,7 @@ Function = Callable[[Tensor], Tensor]
 
 def guard(layer: nn.Module) -> None:
     """Guard the layer's `_apply` and `_load_from_state_dict`. A second time changes nothing."""
-    for name, guarded in (("_apply", _apply), ("_load_from_state_dict", _load_from_state_dict)):
+    for name, guarded in zip(GUARDED, (_apply, _load_from_state_dict), strict=True):
         if name not in layer.__dict__:
             layer.__dict__[name] = functools.partial(guarded, layer)
 

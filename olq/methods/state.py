@@ -37,6 +37,7 @@ class LayerState:
         generation: number of commits; anything derived from the weights can compare it.
         method: the method's name, and `reason` why this layer has it.
         open: the running load of this layer, owned by `olq.reload`.
+        owner: the session that writes its kernel tensors without opening it; it is held then.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class LayerState:
     generation: int = 0
     reason: str = ""
     open: Any = None
+    owner: Any = None
 
     @property
     def installed(self) -> bool:
@@ -95,7 +97,8 @@ class LayerState:
             parameter.__class__ = classes[name]
 
     def _check_at_rest(self) -> None:
-        if self.open is not None and (self.open.started or self.live):  # live: a load beside what serves
+        # live: a load beside what serves
+        if self.owner is not None or (self.open is not None and (self.open.started or self.live)):
             raise StateError(
                 "A layer can't be copied or pickled while its weights are arriving.",
                 where=self.label,

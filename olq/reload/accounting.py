@@ -1,9 +1,14 @@
-"""What to raise when names and parameters do not agree."""
+"""Names and parameters of a load: what is checked of them, and what to raise when they do not agree."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from olq.errors import CoverageError, UnknownNameError
+from olq.methods.state import FORMAT_SUFFIX
+from olq.patterns import Pattern
+from olq.reload import online, saved
 from olq.reload.names import Names, near
 from olq.reload.progress import Progress
 
@@ -55,6 +60,8 @@ def outside_error(names: Sequence[str], where: str) -> UnknownNameError:
 def check_complete(names: Names, given: Iterable[str], where: str) -> None:
     """Raise `CoverageError` if a source lacks parameters, before anything of it is written."""
     given = set(given)
+    if names.repeated_by(given):
+        return
     missing = [
         one.label
         for one in names.required
@@ -68,3 +75,57 @@ def check_complete(names: Names, given: Iterable[str], where: str) -> None:
             need="every parameter of the model under its own name; nothing has been written yet",
             remedy="fetch the files that are missing, or check that checkpoint and model are of one kind",
         )
+
+
+def check_names(names: Names, given: Sequence[str], where: str, allowed: Sequence[Pattern]) -> None:
+    """Raise, before anything is written, if a source has names that nothing takes, or lacks parameters.
+
+    Args:
+        names: of the model.
+        given: those of the source.
+        where: the source, for messages.
+        allowed: patterns of surplus names.
+    """
+    unknown = [
+        name
+        for name in given
+        if not names.knows(name)
+        and name not in names.saved
+        and not any(pattern.match(name) is not None for pattern in allowed)
+    ]
+    if outside := [name for name in unknown if name in names.outside]:
+        raise outside_error(outside, where=where)
+    if unknown:
+        raise unknown_error(unknown, names.routes, where=where)
+    check_complete(names, given, where)
+
+
+def check_tags(weights: Mapping[str, Any], names: Names) -> None:
+    """Raise `LayoutError` if saved kernel tensors mean something else than this model stores; nothing is written."""
+    for name, layer in names.saved.items():
+        tag = weights.get(name) if name.endswith(FORMAT_SUFFIX) else None
+        if isinstance(tag, Tensor):
+            saved.check_tag(layer, name.rpartition(".")[2], tag, name)
+
+
+def check_arrived(names: Names, surplus: Mapping[str, str]) -> None:
+    """Raise `CoverageError` unless everything has arrived, and `LoaderError` if something was replaced meanwhile.
+
+    Args:
+        names: of the model.
+        surplus: names that nothing was written for.
+    """
+    missing: list[str] = []
+    if names.repeat is not None and names.repeat.complete:
+        names.repeat.check()
+        required = names.required_plain
+    else:
+        names.open()
+        required = names.required
+        for name, layer in names.layers.items():
+            online.check_parameters(layer)
+            if text := saved.finish_restored(online.load_of(layer), name):
+                missing.append(text)
+    missing += [text for one in required if (text := one.missing())]
+    if missing:
+        raise missing_error(missing, names.progress, surplus)

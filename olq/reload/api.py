@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from olq.errors import LayoutError, StateError
 from olq.methods.base import QuantMethod, kernel_tensors, plan_of
 from olq.methods.state import LayerState, require_live
-from olq.reload import online
+from olq.reload import online, saved
 from olq.reload.accounting import missing_error
 from olq.reload.callbacks import run_callbacks
 from olq.reload.commit import go_live
@@ -174,11 +174,13 @@ def finalize_layerwise_processing(
         online.check_parameters(layer)
         state.label = name
         _relabel(state, name)
-        if text := online.finish_restored(state.open, name):
+        if text := saved.finish_restored(state.open, name):
             missing.append(text)
         late = state.open.late
+        for weight, progress in state.open.weights.items():
+            names.places[progress.label] = layer, weight
+        names.plain.update((progress.label, progress) for progress in state.open.plains.values())
         for progress in state.open.progress():
-            names.progress.append(progress)
             text = progress.missing()
             if text and not (progress in late and not progress.coverage.count):
                 missing.append(text)
@@ -188,7 +190,7 @@ def finalize_layerwise_processing(
     if kernel_tensors:
         _give_tensors(layers, kernel_tensors)
     tree = Tree(model)
-    report = build_report(tree, names, aliases={}, surplus={}, staged_peak=staged_peak, seconds=0.0)
+    report = build_report(tree, names, aliases={}, surplus={}, staged_peak=staged_peak)
     report = go_live(tree, names, report, shadow=False, partial=False)
     model.__dict__["quant_generation"] = report.generation
     run_callbacks(model, report)

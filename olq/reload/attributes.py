@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError
+from olq.methods.guards import GUARDED
 from olq.methods.state import find_state
 from olq.patterns import join
 from olq.reload.ledger import storage_key
@@ -143,7 +144,7 @@ def _may_hold(module: nn.Module) -> bool:
     """Whether a look into `vars(module)` is worth its time: most modules have nothing but torch's and olq's own."""
     for key, value in vars(module).items():
         kind = type(value)
-        if kind in _ATOMS or key in _TORCH or key.startswith(_OLQ):
+        if kind in _ATOMS or key in _TORCH or key in GUARDED or key.startswith(_OLQ):
             continue
         items = value.values() if kind is dict else value if kind is list or kind is tuple else None
         if items is None or not _ATOMS.issuperset(map(type, items)):

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from olq.errors import ConfigError
-from olq.reload.progress import PlainParameter, Progress
-from olq.reload.quantized import QuantizedWeight
 
 
 class Carrier(Protocol):
@@ -137,20 +135,16 @@ class CudaCarrier:
             tensor.record_stream(self._side)
 
 
-def carrier_for(progress: Iterable[Progress], shadow: str | None) -> Carrier | None:
+def carrier_for(devices: Iterable[torch.device], shadow: str | None) -> Carrier | None:
     """What takes the tensors of files to where a load writes, or None if that is not one CUDA device.
 
     Args:
-        progress: the parameters of the load.
+        devices: where its parameters are.
         shadow: as in `LoadOptions`: with "host", quantized bytes are made in the host's memory.
     """
     if shadow == "host":
         return None
-    devices = {
-        one.device if isinstance(one, QuantizedWeight) else one.parameter.device
-        for one in progress
-        if isinstance(one, (QuantizedWeight, PlainParameter)) and one.parameter.numel()
-    }
+    devices = set(devices)
     if any(device.type != "cuda" for device in devices):
         return None
     places = {torch.cuda.current_device() if d.index is None else d.index for d in devices}

@@ -9,10 +9,9 @@ from olq.methods.state import state_of
 from olq.patterns import join
 from olq.reload import derived, online
 from olq.reload.accounting import first
-from olq.reload.declarations import declarations
+from olq.reload.declarations import declares
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
-from olq.reload.quantized import QuantizedWeight
 from olq.reload.shadow import Shadow
 from olq.reload.tree import Tree, layers_of
 from olq.report import Report
@@ -39,7 +38,7 @@ def need_servable(tree: Tree, what: str) -> None:
 def hold(tree: Tree, why: str) -> None:
     """Keep layers that stay as they are from being called while others of their model are loaded."""
     for _, _, state in tree.layers:
-        if state.installed:
+        if state.installed and state.owner is None:
             state.held = why
 
 
@@ -64,7 +63,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
         partial: only a part of the model was loaded.
 
     Returns:
-        The report with what was refreshed, and with the tensors that nobody declared.
+        The report with what was refreshed, and what then hangs on modules undeclared.
 
     Raises:
         StateError: a layer's load is another session's, which writes beside the live weights; nothing has happened.
@@ -72,7 +71,8 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
             place no layer can be called.
     """
     model = tree.model
-    for name, layer in names.layers.items():
+    repeat = names.repeat
+    for name, layer in names.layers.items() if repeat is None else ():
         if online.load_of(layer).shadow and not shadow:
             raise StateError(
                 "A shadow load can be ended by its session only.",
@@ -81,17 +81,22 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
                 need="the session's own commit, which copies them into the live addresses",
                 remedy="call session.commit() instead of finalize_layerwise_processing(model)",
             )
-    keep_old = shadow and any(declarations(module) for module in tree.modules)
+    keep_old = shadow and declares(tree)
     before = derived.snapshot(model) if keep_old else None
     waiting = None
     if shadow:
-        plains = [one for one in names.progress if isinstance(one, PlainParameter)]
+        plains = [one for one in names.plain.values() if isinstance(one, PlainParameter)]
         waiting = Shadow(names.layers.values(), plains)
         waiting.put(keep_old=keep_old)
-    for layer in names.layers.values():
-        online.install(layer)
+    if repeat is not None:
+        repeat.commit()
+    else:
+        for layer in names.layers.values():
+            online.install(layer)
     for _, _, state in tree.layers:
         state.held = ""
+    if not declares(tree):
+        return report
     changed = None
     if partial:
         changed = {model.get_submodule(one.label.rpartition(".")[0]) for one in names.progress}
@@ -110,7 +115,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
         for layer in names.layers.values():
             state_of(layer).generation -= 1
         raise
-    return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(model))
+    return replace(report, derived=refreshed.refreshed, undeclared=derived.undeclared(Tree(model)))
 
 
 def _refresh_again(model: nn.Module, error: BaseException) -> None:
@@ -127,6 +132,8 @@ def _refresh_again(model: nn.Module, error: BaseException) -> None:
 
 def touched(names: Names) -> tuple[str, ...]:
     """Parameters, and kernel tensors of a saved model, that a load has written or begun to write."""
+    if (repeat := names.repeat) is not None:
+        return (*repeat.touched, *(one.label for one in names.plain.values() if one.touched))
     restored = {
         join(name, tensor)
         for name, layer in names.layers.items()
@@ -137,7 +144,8 @@ def touched(names: Names) -> tuple[str, ...]:
 
 def arrived(names: Names) -> tuple[str, ...]:
     """What has arrived in a load, or was written; an empty parameter never does."""
-    return (*(one.label for one in names.progress if one.arrivals), *touched(names))
+    accounts = names.progress if names.repeat is None else names.plain.values()
+    return (*(one.label for one in accounts if one.arrivals), *touched(names))
 
 
 def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow: bool) -> None:
@@ -149,12 +157,16 @@ def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow:
         touched: parameters that the load has written.
         shadow: it wrote beside the live ones.
     """
+    if names.repeat is not None:
+        names.repeat.drop()
     intact = shadow or not touched
     why = f"weights whose load failed, after it had written {len(touched)} parameters: {first(touched, 5)}"
+    opened = set(names.layers.values()) if names.repeat is None else set()
     for layer in names.layers.values():
+        state_of(layer).owner = None
         online.abort(layer, untouched=intact, why=why if touched else "")
     for _, layer, state in layers_of(model):
-        if layer not in names.layers.values() and state.installed:
+        if layer not in opened and state.installed:
             state.held = "" if intact else why
 
 
@@ -167,5 +179,6 @@ def _retire(model: nn.Module, why: str) -> None:
 
 def changes(names: Names) -> dict[str, tuple[int, int]]:
     """By weight: bytes of codes and scales that the load changed, where that was watched."""
-    weights = [one for one in names.progress if isinstance(one, QuantizedWeight)]
-    return {one.label: found for one in weights if (found := one.changes()) is not None}
+    if names.repeat is not None:  # which begins only where nothing is watched
+        return {}
+    return {one.label: found for one in names.weights if (found := one.changes()) is not None}

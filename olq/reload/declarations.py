@@ -105,6 +105,11 @@ def declarations(module: nn.Module) -> list[Declaration]:
     return module.__dict__.get(ATTRIBUTE, [])
 
 
+def declares(tree: Tree) -> bool:
+    """Whether anything is declared on a model's modules."""
+    return any(True for _ in tree.notes(ATTRIBUTE))
+
+
 def declared(tree: Tree) -> set[str]:
     """Full names of all derived tensors, under every name of their modules, whether they exist yet or not."""
     return {

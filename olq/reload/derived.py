@@ -131,7 +131,7 @@ def refresh(
     return Refreshed(tuple(node.label for node in ran), tuple(skipped))
 
 
-def undeclared(model: nn.Module) -> dict[str, str]:
+def undeclared(tree: Tree) -> dict[str, str]:
     """Tensors outside parameters and buffers that no load writes and nobody declared.
 
     Looked through: attributes, lists, tuples, dicts, `functools.partial`, and one level of plain helper objects. Left
@@ -141,7 +141,6 @@ def undeclared(model: nn.Module) -> dict[str, str]:
     Returns:
         Full name to the reason, in words. Tensors on the meta device have a reason of their own.
     """
-    tree = Tree(model)
     covered = {
         join(prefix, name)
         for module, prefix in tree.modules.items()

@@ -97,7 +97,7 @@ def dummy_init(
         rule.check_names({entry.name for entry in tensors.entries})
         return DummyReport({**_write_all(tensors.entries, rule), **tensors.others})
     with Session(model) as session:
-        weights = [one for one in session.names.progress if isinstance(one, QuantizedWeight)]
+        weights = session.names.weights
         tensors = tensors_of(model, compat, skip={id(weight.parameter) for weight in weights})
         rule.check_names({entry.name for entry in tensors.entries} | {weight.label for weight in weights})
         done = _write_all(tensors.entries, rule)

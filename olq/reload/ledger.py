@@ -1,6 +1,6 @@
 """Which tensor belongs to which parameter: found by storage, since views keep it and names change."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 
 import torch
@@ -22,17 +22,20 @@ class Ledger:
 
     `data_ptr` is 0 on the meta device and ids of freed storages come back, so the ledger holds an alias of each
     parameter as it was when the load began. Load-format parameters of quantized weights keep their storage while they
-    are open (assignments to their data are copies), so they are indexed when somebody first asks: a load that is
+    are open (assignments to their data are copies), so they need not be known before somebody asks: a load that is
     replayed never does.
 
     Args:
         progress: the parameters.
+        later: gives quantized weights when they are needed.
     """
 
-    def __init__(self, progress: Iterable[Progress] = ()) -> None:
+    def __init__(
+        self, progress: Iterable[Progress] = (), later: Callable[[], Iterable[QuantizedWeight]] | None = None
+    ) -> None:
         self._by_storage: dict[int, tuple[tuple[int, int, Progress], ...]] = {}
         self._aliases: dict[int, Tensor] = {}
-        self._waiting: dict[int, QuantizedWeight] = {}
+        self._later = later
         self._lock = Lock()
         self._first: QuantizedWeight | None = None
         #: Whether writes onto some parameters go to memory beside theirs.
@@ -43,39 +46,40 @@ class Ledger:
     @property
     def device(self) -> torch.device:
         """Where the first quantized weight is stored; CPU if there is none."""
+        self._settle()
         return self._first.device if self._first is not None else torch.device("cpu")
 
     def add(self, progress: Progress) -> None:
         """Track a parameter. A second time changes nothing."""
-        if id(progress) in self._aliases or id(progress) in self._waiting:
+        if id(progress) in self._aliases:
             return
         with self._lock:
-            if isinstance(progress, QuantizedWeight):
-                if self._first is None:
-                    self._first = progress
-                if id(progress) not in self._aliases:
-                    self._waiting[id(progress)] = progress
-            elif id(progress) not in self._aliases:
-                self._index(progress)
-                self.shadowed |= isinstance(progress, PlainParameter) and progress.shadowed
+            self._index(progress)
 
     def _index(self, progress: Progress) -> None:
+        if id(progress) in self._aliases:
+            return
         alias = progress.parameter.detach()
         key = storage_key(alias)
         if alias.numel():
             self._by_storage[key] = (*self._by_storage.get(key, ()), (*span(alias), progress))
+        if self._first is None and isinstance(progress, QuantizedWeight):
+            self._first = progress
+        self.shadowed |= isinstance(progress, PlainParameter) and progress.shadowed
         self._aliases[id(progress)] = alias
 
-    def _index_waiting(self) -> None:
+    def _settle(self) -> None:
+        """Take in the weights that were to be asked for later."""
+        if self._later is None:
+            return
         with self._lock:
-            for progress in self._waiting.values():
+            for progress in self._later() if self._later is not None else ():
                 self._index(progress)
-            self._waiting = {}
+            self._later = None  # last: whoever sees it finds all of them
 
     def find(self, tensor: Tensor) -> tuple[Progress, ...]:
         """The parameters that a view may show elements of: one, unless several lie in one flat storage."""
-        if self._waiting:
-            self._index_waiting()
+        self._settle()
         found = self._by_storage.get(storage_key(tensor))
         if found is None or not tensor.numel():
             return ()

@@ -12,12 +12,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from olq.errors import OlqError, StateError
 from olq.methods.base import QuantMethod
-from olq.reload.accounting import missing_error, unknown_error
+from olq.reload.accounting import check_tags, missing_error, unknown_error
 from olq.reload.checks import check_shape, check_source, check_values, contradiction, same_bytes
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
-from olq.reload.session import Session, check_tags
+from olq.reload.session import Session
 
 if TYPE_CHECKING:
     from olq.reload.counter import CopyCounter

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,9 @@ from olq.reload.declarations import declared
 from olq.reload.ledger import storage_key
 from olq.reload.progress import Outside, PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
+from olq.reload.refusals import open_already
 from olq.reload.region import Coverage
+from olq.reload.repeat import Repeat
 from olq.reload.scope import Scope
 from olq.reload.stage import Meter
 from olq.reload.tree import Tree
@@ -34,33 +36,117 @@ class Names:
     """The parameters of a model during a session.
 
     Attributes:
-        layers: layers with quantized weights, by name.
-        routes: names that a source may use, each with what is behind it.
+        layers: layers with quantized weights that the load covers, by name. They are open, unless `repeat` is there.
+        named: every name of every such layer, with the layer.
+        places: quantized weights by name: the layer, and the name there.
+        plain: everything else by name, parameters and persistent buffers.
+        optional: those of them without which a load is complete.
         aliases: second names of tied parameters, each with the first name.
-        opened: every name of every layer that is open, with the layer.
-        progress: every parameter and persistent buffer, once.
-        required: those without which a load is not complete.
         leaders: for a weight that was untied, the parameter whose arrivals it takes.
         outside: what a partial load leaves alone, by name: parameters and kernel tensors.
         stale: the parameters among them, each with its number of elements.
+        repeat: what writes quantized weights as long as nobody asks for their accounts.
+        opener: opens a layer.
     """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
-    routes: dict[str, Progress] = field(default_factory=dict)
+    named: list[tuple[str, nn.Module]] = field(default_factory=list)
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    plain: dict[str, Progress] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
-    opened: list[tuple[str, nn.Module]] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
-    required: list[Progress] = field(default_factory=list)
     leaders: dict[QuantizedWeight, Progress] = field(default_factory=dict)
     outside: dict[str, Outside] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
+    repeat: Repeat | None = None
+    opener: Callable[[nn.Module], online.LayerLoad] = online.open_layer
+
+    def open(self) -> None:
+        """End a repeat: open the layers, and give each weight the account that it would have had."""
+        repeat = self.repeat
+        if repeat is None:
+            return
+        with repeat.lock:
+            if self.repeat is None:  # another thread was here
+                return
+            repeat.stop()
+            for name, layer in self.layers.items():
+                state = state_of(layer)
+                if state.open is not None:
+                    raise open_already(name)
+                owner, state.owner, state.held = state.owner, None, ""
+                self.opener(layer).owner = owner
+            repeat.hand_over({label: self._weight(*place) for label, place in self.places.items()})
+            self.repeat = None
+
+    def find(self, label: str) -> Progress | None:
+        """The parameter of this first name."""
+        place = self.places.get(label)
+        if place is None:
+            return self.plain.get(label)
+        self.open()
+        return self._weight(*place)
+
+    @cached_property
+    def weights(self) -> list[QuantizedWeight]:
+        """Every quantized weight."""
+        self.open()
+        return [self._weight(*place) for place in self.places.values()]
+
+    def _weight(self, layer: nn.Module, name: str) -> QuantizedWeight:
+        return online.load_of(layer).weights[name]
+
+    @cached_property
+    def progress(self) -> list[Progress]:
+        """Every parameter and persistent buffer, once."""
+        return [*self.weights, *self.plain.values()]
+
+    @property
+    def required_plain(self) -> Iterator[Progress]:
+        """What is not a quantized weight and has to be there for a load to be complete."""
+        return (one for name, one in self.plain.items() if name not in self.optional)
+
+    @cached_property
+    def required(self) -> list[Progress]:
+        """Those without which a load is not complete."""
+        return [*self.weights, *self.required_plain]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where what has elements is stored."""
+        states = [(state_of(layer), name) for layer, name in self.places.values()]
+        return {state.device for state, name in states if state.load_parameters[name].numel()} | {
+            one.parameter.device for one in self.plain.values() if one.parameter.numel()
+        }
+
+    def knows(self, name: str) -> bool:
+        """Whether a source may use this name for a parameter."""
+        return name in self.places or name in self.plain or name in self.aliases
+
+    def hold_saved(self, given: Iterable[str]) -> bool:
+        """Whether some names are of tensors that only the saved state of a quantized model has."""
+        return any(name in self.saved and not self.knows(name) for name in given)
+
+    def repeated_by(self, given: Iterable[str]) -> bool:
+        """Whether names are all that a repeat needs."""
+        labels = {self.aliases.get(name, name) for name in given}
+        return self.repeat is not None and labels.issuperset(
+            (*self.places, *(name for name in self.plain if name not in self.optional))
+        )
+
+    @cached_property
+    def routes(self) -> dict[str, Progress]:
+        """Names that a source may use, each with what is behind it."""
+        routes = dict(zip((*self.places, *self.plain), self.progress, strict=True))
+        routes.update((name, routes[first]) for name, first in self.aliases.items())
+        return routes
 
     @cached_property
     def saved(self) -> dict[str, nn.Module]:
         """Names of kernel tensors and tags of a saved model, each with its layer."""
         return {
             full: layer
-            for name, layer in self.opened
+            for name, layer in self.named
             for weight, plan in state_of(layer).plans.items()
             if join(name, weight) not in self.outside
             for full in (join(name, weight + suffix) for suffix in (*plan.tensors, FORMAT_SUFFIX))
@@ -98,6 +184,7 @@ def collect(
     *,
     scope: Scope | None = None,
     shadow: str | None = None,
+    repeat: Repeat | None = None,
 ) -> Names:
     """Open the layers of a model and list what may arrive.
 
@@ -107,12 +194,16 @@ def collect(
         measure: whether to keep quantization errors.
         scope: what a partial load covers; None is everything.
         shadow: see `online.LayerLoad`.
+        repeat: writes all quantized weights: the layers stay closed, and are kept from being called.
 
     Raises:
         StateError: something that has to have memory has none.
         ConfigError: a pattern of the scope matches nothing.
     """
-    names = Names()
+    names = Names(repeat=repeat)
+    names.opener = lambda layer: online.open_layer(
+        layer, meter=meter, measure=measure, shadow=shadow, plains=names.plain
+    )
     scope = scope or Scope()
     if scope.partial:
         _choose(tree, scope)
@@ -125,15 +216,16 @@ def collect(
                     _leave(names, join(name, weight + suffix), getattr(layer, weight + suffix))
             continue
         names.layers[name] = layer
-        load = online.open_layer(layer, meter=meter, measure=measure, shadow=shadow)
-        for weight_name, weight in load.weights.items():
-            if scope.covers(join(name, weight_name)):
-                _add(names, weight, join(name, weight_name), required=True)
+        if repeat is None:
+            names.opener(layer)
+        for weight_name, parameter in state.load_parameters.items():
+            if scope.covers(full := join(name, weight_name)):
+                names.places[full] = layer, weight_name
             else:
-                names.stale[join(name, weight_name)] = weight.parameter.numel()
-                _leave(names, join(name, weight_name), weight.parameter)
+                names.stale[full] = parameter.numel()
+                _leave(names, full, parameter)
     opened = set(names.layers.values())
-    names.opened = [(name, module) for name, module in tree.named if module in opened]
+    names.named = [(name, module) for name, module in tree.named if module in opened]
     _add_plain(tree, names, scope, shadow)
     _untie(tree, names)
     return names
@@ -176,9 +268,10 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> None:
     """Everything that is not a quantized weight: parameters, and the buffers that a checkpoint may hold."""
-    seen: dict[object, tuple[str, Progress]] = {
-        _identity(one.parameter): (one.label, one) for one in names.progress
+    seen: dict[object, str] = {
+        id(state_of(layer).load_parameters[weight]): name for name, (layer, weight) in names.places.items()
     }
+    kernel = set() if names.repeat is None else names.repeat.kernel
     tensors: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in tree.parameters()]
     derived = declared(tree)
     unwritten = {join(prefix, name) for prefix, found in tree.notes(UNWRITTEN) for name in found}
@@ -189,7 +282,7 @@ def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> No
         elif buffer.device.type == "meta" and name not in derived:
             raise _lost_buffer(name)
     for name, tensor, required in tensors:
-        if name in names.routes or name in names.outside:
+        if name in names.places or name in names.outside or name in kernel:
             continue
         if name in derived:  # computed at the commit; a saved model may bring it, nobody has to
             if tensor.device.type == "meta":
@@ -200,13 +293,14 @@ def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> No
             if not _is_tag(name, names.stale):
                 names.stale[name] = tensor.numel()
             continue
-        known = seen.get(_identity(tensor))
-        if known is not None:
-            names.routes[name], names.aliases[name] = known[1], known[0]
+        first = seen.setdefault(_identity(tensor), name)
+        if first != name:
+            names.aliases[name] = first
             continue
-        plain = _plain_of(names, name, tensor, shadow)
-        seen[_identity(tensor)] = name, plain
-        _add(names, plain, name, required=required)
+        plain = names.plain[name] = _plain_of(names, name, tensor, shadow)
+        plain.label = name
+        if not required:
+            names.optional.add(name)
 
 
 def _identity(tensor: Tensor) -> object:
@@ -228,9 +322,9 @@ def _plain_of(names: Names, name: str, tensor: Tensor, shadow: str | None) -> Pr
         )
     parent, _, leaf = name.rpartition(".")
     layer = names.layers.get(parent)
-    state = find_state(layer) if layer is not None else None
-    if state is not None and leaf in state.open.plains:
-        return state.open.plains[leaf]
+    load = online.load_of(layer) if layer is not None else None
+    if load is not None and leaf in load.plains:
+        return load.plains[leaf]
     return PlainParameter(name, tensor, online.shadow_device(shadow, tensor))
 
 
@@ -261,14 +355,6 @@ def _lost_buffer(name: str) -> StateError:
         need="the values that the module's constructor computes",
         remedy="construct the model under olq.meta_parameters() instead of torch.device('meta'), or set the buffer",
     )
-
-
-def _add(names: Names, progress: Progress, name: str, *, required: bool) -> None:
-    progress.label = name
-    names.routes[name] = progress
-    names.progress.append(progress)
-    if required:
-        names.required.append(progress)
 
 
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:

@@ -7,28 +7,25 @@ Live    kernel tensors stand in the module.
 whether the kernel tensors exist already.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from olq.errors import LayoutError, LoaderError, StateError
+from olq.methods.base import QuantMethod, WeightPlan
 from olq.methods.guards import guard
 from olq.methods.state import FORMAT_SUFFIX, LayerState, state_of
 from olq.patterns import join
-from olq.reload.checks import check_shape, contradiction, same_bytes
+from olq.reload.checks import check_shape
 from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight
-from olq.reload.region import whole
 from olq.reload.stage import Meter
-
-if TYPE_CHECKING:
-    from olq.methods.base import QuantMethod
 
 
 class LayerLoad:
@@ -48,31 +45,20 @@ class LayerLoad:
         meter: Meter | None = None,
         measure: bool = False,
         shadow: str | None = None,
+        plains: Mapping[str, Progress] | None = None,
     ) -> None:
-        state = state_of(layer)
+        self.layer = layer
+        state = self._state = state_of(layer)
+        self._method = cast("QuantMethod", layer.quant_method)
+        #: Load-format parameters by name.
+        self.parameters = state.load_parameters
         self.meter = meter or Meter()
         self.measure = measure
         self.shadow = shadow
         self._scanning = Lock()
         #: Whether the layer could be called when this load began.
         self.was_live = state.live
-        method = cast("QuantMethod", layer.quant_method)
-        self.weights = {
-            name: QuantizedWeight(
-                join(state.label, name),
-                state.load_parameters[name],
-                method,
-                plan,
-                device=state.device,
-                tensors={s: state.kernel[name + s] for s in plan.tensors}
-                if state.kernel and not shadow
-                else None,
-                meter=self.meter,
-                measure=measure,
-                pinned=shadow == "host",
-            )
-            for name, plan in state.plans.items()
-        }
+        self._weights: dict[str, QuantizedWeight] | None = None
         self.plains: dict[str, PlainParameter] = {}
         #: Kernel tensors that arrived as such, with a saved model.
         self.restored: set[str] = set()
@@ -82,31 +68,69 @@ class LayerLoad:
         self.owner: Any = None
         #: Parameters that were registered after the load began: their loader may have run unseen.
         self.late: list[Progress] = []
-        self.ledger = Ledger(self.weights.values())
-        self.scan(layer, state)
+        self.ledger = Ledger(later=lambda: self.weights.values())
+        self.scan(layer, state, plains or {})
         self.late.clear()
+
+    @property
+    def weights(self) -> dict[str, QuantizedWeight]:
+        """Quantized weights by name. Their accounts begin when somebody asks for the first time."""
+        if self._weights is None:
+            with self._scanning:
+                if self._weights is None:
+                    self._weights = {name: self._open(name, plan) for name, plan in self._state.plans.items()}
+        return self._weights
+
+    def _open(self, name: str, plan: WeightPlan) -> QuantizedWeight:
+        live = self._state.kernel if self.shadow is None else {}
+        return QuantizedWeight(
+            join(self._state.label, name),
+            self.parameters[name],
+            self._method,
+            plan,
+            device=self._state.device,
+            tensors={suffix: live[name + suffix] for suffix in plan.tensors} if live else None,
+            meter=self.meter,
+            measure=self.measure,
+            pinned=self.shadow == "host",
+        )
 
     @property
     def started(self) -> bool:
         """Whether anything has arrived."""
-        return bool(self.restored) or any(one.arrivals for one in self.progress())
+        weights = self._weights or {}
+        return bool(self.restored) or any(one.arrivals for one in (*weights.values(), *self.plains.values()))
 
     def progress(self) -> Iterator[Progress]:
         """All parameters of the layer."""
         yield from self.weights.values()
         yield from self.plains.values()
 
-    def scan(self, layer: nn.Module, state: LayerState) -> None:
-        """Take in parameters that were registered after the load began, such as a bias after `create_weights`."""
+    def give_up(self) -> None:
+        """Drop what has arrived; nothing more may come."""
+        for weight in self.weights.values():
+            weight.give_up()
+
+    def scan(self, layer: nn.Module, state: LayerState, known: Mapping[str, Progress] | None = None) -> None:
+        """Take in parameters that were registered after the load began, such as a bias after `create_weights`.
+
+        Args:
+            layer, state: of this load.
+            known: accounts that parameters have already, by full name.
+        """
         with self._scanning:
             for name, parameter in layer._parameters.items():
-                if parameter is None or name in self.weights or name in self.plains:
+                if parameter is None or name in self.parameters or name in self.plains:
                     continue
                 if any(parameter is tensor for tensor in state.kernel.values()):
                     continue
                 if parameter.device.type != "meta":
                     beside = shadow_device(self.shadow, parameter)
-                    self.plains[name] = PlainParameter(join(state.label, name), parameter, beside)
+                    full = join(state.label, name)
+                    plain = known.get(full) if known else None
+                    if not isinstance(plain, PlainParameter):
+                        plain = PlainParameter(full, parameter, beside)
+                    self.plains[name] = plain
                     self.ledger.add(self.plains[name])
                     self.late.append(self.plains[name])
                     wrap_loader(layer, name, parameter)
@@ -194,7 +218,12 @@ def shadow_device(shadow: str | None, tensor: Tensor) -> torch.device | None:
 
 
 def open_layer(
-    layer: nn.Module, *, meter: Meter | None = None, measure: bool = False, shadow: str | None = None
+    layer: nn.Module,
+    *,
+    meter: Meter | None = None,
+    measure: bool = False,
+    shadow: str | None = None,
+    plains: Mapping[str, Progress] | None = None,
 ) -> LayerLoad:
     """Put a layer into load format, ready to take weights. An open layer stays as it is.
 
@@ -203,6 +232,7 @@ def open_layer(
         meter: counts staged bytes.
         measure: whether to keep quantization errors.
         shadow: see `LayerLoad`. The layer is live, and can be called throughout.
+        plains: accounts that parameters in high precision have already, by full name.
     """
     state = state_of(layer)
     if state.open is not None:
@@ -214,7 +244,7 @@ def open_layer(
             state.tags[name + FORMAT_SUFFIX] = cast("Tensor", layer._buffers.pop(name + FORMAT_SUFFIX))
             layer._non_persistent_buffers_set.discard(name + FORMAT_SUFFIX)
         _replace(layer._parameters, names, dict(state.load_parameters))
-    state.open = LayerLoad(layer, meter=meter, measure=measure, shadow=shadow)
+    state.open = LayerLoad(layer, meter=meter, measure=measure, shadow=shadow, plains=plains)
     state.live = state.live and shadow is not None
     for name, parameter in state.load_parameters.items():
         wrap_loader(layer, name, parameter)
@@ -314,8 +344,7 @@ def abort(layer: nn.Module, *, untouched: bool = False, why: str = "") -> None:
     state = state_of(layer)
     if state.open is None:
         return
-    for weight in state.open.weights.values():
-        weight.give_up()
+    state.open.give_up()
     if untouched and state.open.was_live:
         held = state.held
         install(layer)
@@ -324,76 +353,6 @@ def abort(layer: nn.Module, *, untouched: bool = False, why: str = "") -> None:
     else:
         state.live, state.held = False, why
     state.open = None
-
-
-def check_tag(load: LayerLoad, name: str, tag: Tensor, label: str) -> None:
-    """Raise `LayoutError` unless a saved tag is that of the layer's weight.
-
-    Args:
-        load: the layer's load.
-        name: name of the tag's buffer.
-        tag: its bytes.
-        label: full name, for messages.
-    """
-    need = load.weights[name.removesuffix(FORMAT_SUFFIX)].plan.tag
-    found = bytes(tag.to("cpu", torch.uint8).flatten().tolist()).decode(errors="replace")
-    if found != need:
-        raise _restore_error(label, found, need)
-
-
-def restore(load: LayerLoad, name: str, tensor: Tensor, label: str) -> None:
-    """Take a kernel tensor, or the tag, of a saved model.
-
-    Args:
-        load: the layer's load.
-        name: name of the kernel tensor, or of the tag.
-        tensor: its bytes.
-        label: full name, for messages.
-
-    Raises:
-        LayoutError: shape, dtype or meaning differ from what this layer stores.
-        CoverageError: other bytes have arrived for it, under another name of a shared module.
-    """
-    for weight_name, weight in load.weights.items():
-        if name == weight_name + FORMAT_SUFFIX:
-            check_tag(load, name, tensor, label)
-            load.restored.add(name)
-            return
-        for suffix, spec in weight.plan.tensors.items():
-            if name == weight_name + suffix:
-                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                    raise _restore_error(
-                        label, f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
-                    )
-                if name in load.restored:
-                    if not same_bytes(weight.tensors[suffix], tensor):
-                        raise contradiction(weight.label + suffix, label)
-                    return
-                weight.prepare_tensors()
-                weight.tensors[suffix].copy_(tensor)
-                load.restored.add(name)
-                return
-
-
-def finish_restored(load: LayerLoad, label: str) -> str | None:
-    """Mark weights whose kernel tensors all arrived as complete.
-
-    Returns:
-        What is missing, in words, or None.
-    """
-    if not load.restored:
-        return None
-    for name, weight in load.weights.items():
-        names = [name + suffix for suffix in (*weight.plan.tensors, FORMAT_SUFFIX)]
-        there = [n for n in names if n in load.restored]
-        if there and len(there) < len(names):
-            missing = ", ".join(join(label, n) for n in names if n not in load.restored)
-            return f"{missing} (the other tensors of this saved weight are there)"
-        if there and name not in load.whole:
-            weight.check_new(whole(weight.parameter.shape), "a saved quantized weight")
-            weight.coverage.add(whole(weight.parameter.shape), "saved")
-            load.whole.add(name)
-    return None
 
 
 def wrap_loader(layer: nn.Module, name: str, parameter: Tensor) -> None:
@@ -461,13 +420,3 @@ def _call_name(label: str, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     extra = [repr(a) for a in args[1:] if not isinstance(a, Tensor)]
     extra += [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
     return join(label, name) + (f" ({', '.join(extra)})" if extra else "")
-
-
-def _restore_error(label: str, found: str, need: str) -> LayoutError:
-    return LayoutError(
-        "A saved quantized tensor does not fit this layer.",
-        where=label,
-        found=found,
-        need=need,
-        remedy="prepare the model with the configuration that it was saved with, or load the full-precision checkpoint",
-    )

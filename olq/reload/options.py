@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 from olq.errors import ConfigError
 from olq.reload.names import near
-from olq.reload.replay import PlanKey
+from olq.reload.plans import PlanKey
 
 #: Called after each tensor with (bytes so far, bytes in all if known, name).
 ProgressCallback = Callable[[int, int | None, str], object]

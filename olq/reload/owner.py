@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from olq.errors import StateError
+from olq.methods.state import state_of
 from olq.reload import commit, online
 from olq.reload.names import Names
+from olq.reload.refusals import open_already
 from olq.reload.tree import Tree
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ def take(session: "Session", *, shadow: bool) -> None:
     owner = Owner(weakref.ref(session), session.model, session.names, shadow)
     session.model.__dict__[OWNER] = owner
     for layer in session.names.layers.values():
-        online.load_of(layer).owner = owner
+        state = state_of(layer)
+        if state.open is None:
+            state.owner, state.held = owner, "a load that is open"
+        else:
+            state.open.owner = owner
 
 
 def release(session: "Session") -> None:
@@ -74,15 +79,18 @@ def make_way(tree: Tree) -> None:
     """
     model = tree.model
     layers = [(name, layer, state) for name, layer, state in tree.layers if state.open is not None]
-    owners = {
-        id(one): one for one in (*(s.open.owner for _, _, s in layers), model.__dict__.get(OWNER)) if one
-    }
+    found = (
+        *(s.open.owner for _, _, s in layers),
+        *(s.owner for _, _, s in tree.layers),
+        model.__dict__.get(OWNER),
+    )
+    owners = {id(one): one for one in found if one is not None}
     for name, _, state in layers:
         if state.open.owner is None and state.open.started:
-            raise _open_already(name or type(model).__name__)
+            raise open_already(name or type(model).__name__)
     for owner in owners.values():
         if owner.session() is not None and (arrived := commit.arrived(owner.names)):
-            raise _open_already(arrived[0])
+            raise open_already(arrived[0])
     for owner in owners.values():
         session = owner.session()
         if session is not None:
@@ -104,13 +112,3 @@ def undo(tree: Tree, meter: object) -> None:
     for _, layer, state in tree.layers:
         if state.open is not None and state.open.meter is meter:
             online.abort(layer, untouched=True, why=state.held)
-
-
-def _open_already(where: str) -> StateError:
-    return StateError(
-        "A load of this model is open already.",
-        where=where,
-        found="something that has arrived in a load that is not committed",
-        need="one load at a time",
-        remedy="finalize or abort the other load first",
-    )

@@ -18,7 +18,7 @@ from olq.reload.checks import check_source, first_non_finite, same_bytes
 from olq.reload.cutting import Piece, cut, normal
 from olq.reload.progress import Progress, Stored, note_lost
 from olq.reload.quality import ErrorMeter
-from olq.reload.region import Box, intersect, whole
+from olq.reload.region import Box, Masks, intersect, whole
 from olq.reload.stage import Meter, Stage
 
 
@@ -127,7 +127,7 @@ class QuantizedWeight(Progress):
         with self._lock:
             self._check_whole(name)
             self.prepare_tensors()
-            self._later = later and self.error is None and self.method.judges_later and _waits(self.device)
+            self._later = later and self.error is None and self.method.judges_later and waits(self.device)
             try:
                 for piece in pieces:
                     self._take(piece, source, name, stored)
@@ -135,6 +135,13 @@ class QuantizedWeight(Progress):
                 self._later = False
             if self._before is not None:
                 self.changes()
+
+    def take_over(self, box: Box, product: Masks, count: int, name: str) -> None:
+        """Account for units that have been written already, to be judged later. Arguments are those of `claim`."""
+        self.claim(box, product, count, name)
+        self.settle(count)
+        self.direct_elements += count
+        self.unjudged = name
 
     def lose(self, name: str) -> None:
         """Elements that had been staged are gone: this load can't finish."""
@@ -343,7 +350,7 @@ def judge(weights: Iterable[QuantizedWeight]) -> None:
         )
 
 
-def _waits(device: torch.device) -> bool:
+def waits(device: torch.device) -> bool:
     """Whether looking at a result waits for everything before it."""
     return device.type != "cpu"
 

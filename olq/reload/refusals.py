@@ -1,8 +1,8 @@
-"""What to raise when a loader does what can't be served."""
+"""What to raise when a loader, or a second load, does what can't be served."""
 
 from torch import Tensor
 
-from olq.errors import LoaderError, SourceError
+from olq.errors import LoaderError, SourceError, StateError
 
 
 def refusal(found: str, where: str, name: str) -> LoaderError:
@@ -43,3 +43,14 @@ def check_memory(source: Tensor, label: str, name: str) -> None:
             need="sources that keep their memory until the loader returns",
             remedy="free the source after the loader has returned",
         )
+
+
+def open_already(where: str) -> StateError:
+    """The error for a load that begins while another one of the same layers goes on."""
+    return StateError(
+        "A load of this model is open already.",
+        where=where,
+        found="something that has arrived in a load that is not committed",
+        need="one load at a time",
+        remedy="finalize or abort the other load first",
+    )

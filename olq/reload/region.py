@@ -143,11 +143,14 @@ class Coverage:
         Returns:
             None, or the name under which some of them had arrived; then nothing has been added.
         """
-        for other in self._products:
-            if all(a & b for a, b in zip(other, product, strict=True)):
-                return self.find(box)
+        if self._products:
+            for other in self._products:
+                if all(a & b for a, b in zip(other, product, strict=True)):
+                    return self.find(box)
+            self._insert(product)
+        else:
+            self._products.append(product)
         self.count += count
-        self._insert(product)
         self._log.append((box, name))
         return None
 

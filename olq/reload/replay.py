@@ -12,125 +12,22 @@ and runs its loader every time; so does a tensor of another signature.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from olq.errors import CoverageError
-from olq.methods.base import WeightPlan
+from olq.reload import quantized
 from olq.reload.counter import active_counter
-from olq.reload.cutting import Piece, cut
-from olq.reload.ledger import storage_key
-from olq.reload.online import WrappedLoader
+from olq.reload.names import Names
+from olq.reload.plans import PLANS, Copy, Key, Plan, PlanKey, Plans, copies_of, key_of
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
-from olq.reload.quantized import QuantizedWeight, judge
-from olq.reload.region import Box, Masks, intersect, masks, size, whole
+from olq.reload.quantized import QuantizedWeight
+from olq.reload.repeat import Routine
 from olq.reload.trace import Trace
-from olq.reload.views import overlaps_itself, resolve, span
-
-#: Attribute of a model that holds its `Plans`.
-PLANS = "quant_plans"
-
-#: Says what else than name, shard and tensor a loader of this name looks at.
-PlanKey = Callable[[str], Hashable]
-Key = str | tuple[Any, ...]
-#: Types of shard ids: what never changes, and equals itself only.
-_SHARDS = frozenset({str, int, float, bool, bytes, type(None), torch.dtype})
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One copy of a plan.
-
-    Args:
-        label: the parameter.
-        shape: of the parameter.
-        made_for: how it is stored and the loader it has: a layer of the same name with others takes no such plan.
-        box: its elements.
-        product: `masks(box)`.
-        elements: `size(box)`.
-        view: (size, strides, offset) of the source relative to the fed tensor; None is all of it.
-        pieces: how a quantized weight cuts it.
-    """
-
-    label: str
-    shape: torch.Size
-    made_for: tuple[WeightPlan | None, Any]
-    box: Box
-    product: Masks
-    elements: int
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    pieces: tuple[Piece, ...]
-
-    def fits(self, progress: Progress | None) -> bool:
-        """Whether this is the parameter that the copy was recorded for, or its like."""
-        return (
-            progress is not None
-            and not progress.followers
-            and progress.parameter.shape == self.shape
-            and _made_for(progress) == self.made_for
-        )
-
-    def source(self, tensor: Tensor) -> Tensor:
-        """The copy's source in a fed tensor."""
-        if self.view is None:
-            return tensor
-        size, strides, offset = self.view
-        return tensor.as_strided(size, strides, tensor.storage_offset() + offset)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is done with a tensor of one name.
-
-    Args:
-        shape, strides, dtype: signature of the tensor.
-        key: of the plan key's callback.
-        copies: all that its loader did.
-    """
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    key: Hashable
-    copies: tuple[Copy, ...]
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the signature, and memory."""
-        return (
-            tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and tensor.stride() == self.strides
-            and not tensor.is_meta
-        )
-
-
-class Plans:
-    """The plans of one model, by (name, *shard). A copied or pickled model has none: it records its own."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[Key, Plan] = {}
-        #: Whether the model's load_weights did nothing beside its items: nothing is lost if it is not called.
-        self.loop_only = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Plans":
-        return Plans()
-
-    def __reduce__(self) -> Any:
-        return (Plans, ())
-
-
-def forget_plans(model: nn.Module) -> None:
-    """Let every loader run once more: after a change that loaders see and no plan key tells.
-
-    Args:
-        model: any; without plans nothing happens.
-    """
-    model.__dict__.pop(PLANS, None)
 
 
 @dataclass(slots=True)
@@ -145,7 +42,7 @@ class Replay:
 
     Args:
         model: keeps the plans.
-        progress: the session's parameters by name.
+        names: the session's parameters.
         stable: whether sources may wait until `flush`.
         plan_key: see `PlanKey`.
         enabled: False repeats nothing, and still records.
@@ -154,16 +51,17 @@ class Replay:
     def __init__(
         self,
         model: nn.Module,
-        progress: Mapping[str, Progress],
+        names: Names,
         *,
         stable: bool,
         plan_key: PlanKey | None,
         enabled: bool,
     ) -> None:
-        self._model, self._progress = model, progress
+        self._model, self._names = model, names
         self._stable, self._plan_key = stable, plan_key
         self._plans: dict[Key, Plan] = model.__dict__.get(PLANS, Plans()).by_key if enabled else {}
-        self._resolved: dict[Key, tuple[tuple[Progress, Copy], ...]] = {}
+        self._resolved: dict[int, tuple[tuple[Progress, Copy], ...]] = {}
+        self._used: dict[int, Plan] = {}
         self._new: dict[Key, Plan] = {}
         self._silent: dict[Key, Plan] = {}
         self._all_recorded, self._loop_only = True, None
@@ -171,24 +69,44 @@ class Replay:
         #: Names that were replayed.
         self.count = 0
 
-    def feed(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...] = ()) -> bool:
+    def plan(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...] = ()) -> Plan | None:
+        """What was done with such a tensor the first time, if what its loader looked at is as it was.
+
+        Without copies it is of a name for which the model's load_weights wrote nothing, in a load that it only made
+        copies in.
+        """
+        if not self._plans:
+            return None
+        key = key_of(name, loader_args) if loader_args else name
+        plan = self._plans.get(key) if key is not None else None
+        if plan is None or not plan.fits(tensor) or plan.key != self._looked_at(name):
+            return None
+        return plan
+
+    def feed(self, plan: Plan, name: str, tensor: Tensor) -> bool:
         """Do with a tensor what was done the first time.
 
+        Args:
+            plan: of this name, that fits the tensor.
+            name: what it is called.
+            tensor: the source.
+
         Returns:
-            False if there is no plan that fits, or if its elements have arrived: its loader has to say what that means.
-            Nothing has happened then.
+            False if the plan is of another model, or if its elements have arrived: its loader has to say what that
+            means. Nothing has happened then.
 
         Raises:
             NonFiniteError: without stable sources, a value is inf or NaN and its method refuses that.
         """
-        key = _key(name, loader_args)
-        plan = self._plan_for(key, name, tensor)
-        if plan is None or key is None:
-            return False
-        copies = self._resolved.get(key)
+        repeat = self._names.repeat
+        if repeat is not None and repeat.take(plan, name, tensor):
+            self.count += 1
+            self._used[id(plan)] = plan
+            return True
+        copies = self._resolved.get(id(plan))
         if copies is None:
-            copies = self._resolve(key, plan)
-        if not copies:  # of another model, or a name that load_weights ignores
+            copies = self._resolve(plan)
+        if not copies:
             return False
         claimed = 0
         try:
@@ -209,6 +127,7 @@ class Replay:
                 self._write(queued)
         else:  # nothing here has a gradient, and nobody watches
             self._write(queued)
+        self._used[id(plan)] = plan
         return True
 
     @property
@@ -222,18 +141,6 @@ class Replay:
         idle = not trace.computed and not trace.arrivals
         self._loop_only = idle if self._loop_only is None else self._loop_only and idle
 
-    def ignores(self, name: str, tensor: Tensor) -> bool:
-        """Whether the model's load_weights wrote nothing for such a tensor, in a load that it only made copies in."""
-        plan = self._plan_for(name, name, tensor)
-        return plan is not None and not plan.copies
-
-    def _plan_for(self, key: Key | None, name: str, tensor: Tensor) -> Plan | None:
-        """The plan under a key, if it was made for such a tensor and what its loader looked at is as it was."""
-        plan = self._plans.get(key) if key is not None else None
-        if plan is None or not plan.fits(tensor) or plan.key != self._looked_at(name):
-            return None
-        return plan
-
     def _looked_at(self, name: str) -> Hashable:
         return self._plan_key(name) if self._plan_key is not None else None
 
@@ -242,14 +149,13 @@ class Replay:
 
         Raises:
             NonFiniteError: a value is inf or NaN and its method refuses that. Its tensor has left the queue and may be
-                fed again; those behind it wait for the next flush. On a GPU see `judge`.
+                fed again; those behind it wait for the next flush. On a GPU the commit looks: see `judge`.
         """
-        written: dict[QuantizedWeight, None] = {}
+        if (repeat := self._names.repeat) is not None:
+            repeat.launch()
         with _Undisturbed():
             while (queued := self._next()) is not None:
                 self._write(queued)
-                written.update((one, None) for one, _ in queued.copies if isinstance(one, QuantizedWeight))
-            judge(written)
 
     def _next(self) -> _Queued | None:
         try:
@@ -263,16 +169,20 @@ class Replay:
 
     def record(self, name: str, loader_args: tuple[Any, ...], tensor: Tensor, trace: Trace) -> None:
         """Make a plan of what a loader did with a tensor, if that can be repeated."""
-        shard = _key(name, loader_args)
-        copies = _copies(trace, tensor)
+        shard = key_of(name, loader_args)
+        copies = copies_of(trace, tensor)
         if copies is None or shard is None:
             self._all_recorded = False
             return
         plan = Plan(tensor.shape, tensor.stride(), tensor.dtype, self._looked_at(name), copies)
         (self._new if copies else self._silent)[shard] = plan
+        self._used[id(plan)] = plan
 
-    def commit(self) -> None:
+    def commit(self, *, whole: bool) -> None:
         """Keep the plans of a session that went well.
+
+        Args:
+            whole: it was a load of everything, and no shadow.
 
         Names for which nothing was written are known as ignored only if everything else was copied from its own tensor:
         otherwise the loader may have kept theirs for another name.
@@ -283,13 +193,24 @@ class Replay:
             plans.by_key.update(new)
             if self._loop_only is not None:
                 plans.loop_only = self._loop_only
+        if whole and self._names.repeat is None and PLANS in self._model.__dict__:
+            self._keep_routine(self._model.__dict__[PLANS])
 
-    def _resolve(self, key: Key, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
+    def _keep_routine(self, plans: Plans) -> None:
+        """Note whether the plans of this session can be repeated, where that is of use: where a GPU would wait."""
+        weights = self._names.weights
+        if plans.routine is not None and plans.routine.plans.keys() == self._used.keys():
+            return
+        plans.routine = None
+        if any(quantized.waits(one.device) for one in weights):
+            plans.routine = Routine.of(self._used.values(), weights)
+
+    def _resolve(self, plan: Plan) -> tuple[tuple[Progress, Copy], ...]:
         """The plan's copies with this session's parameters; none if one of them is not part of it."""
-        found = [(self._progress.get(copy.label), copy) for copy in plan.copies]
+        found = [(self._names.find(copy.label), copy) for copy in plan.copies]
         fits = all(copy.fits(one) for one, copy in found)
         resolved = tuple((cast("Progress", one), copy) for one, copy in found) if fits else ()
-        self._resolved[key] = resolved
+        self._resolved[id(plan)] = resolved
         return resolved
 
     def _write(self, queued: _Queued) -> None:
@@ -329,81 +250,3 @@ class _Undisturbed:
         torch.set_grad_enabled(self._grad)
         if self._paused is not None:
             self._paused.__exit__(None, None, None)
-
-
-def _copies(trace: Trace, tensor: Tensor) -> tuple[Copy, ...] | None:
-    """What a loader did with a tensor, or None if it did more than copy from it."""
-    if trace.computed:
-        return None
-    copies: list[Copy] = []
-    for progress, box, source in trace.arrivals:
-        if source is None or progress.followers or source.dtype != tensor.dtype:
-            return None
-        if not _inside(source, tensor):
-            return None  # of another tensor, which the loader had kept; both may lie in one bucket
-        if any(c.label == progress.label and all(map(intersect, c.box, box)) for c in copies):
-            return None  # a later copy won over an earlier one
-        copies.append(_copy(progress, box, source, tensor))
-    return tuple(copies)
-
-
-def _copy(progress: Progress, box: Box, source: Tensor, tensor: Tensor) -> Copy:
-    view = None
-    if (
-        source.shape != tensor.shape
-        or source.stride() != tensor.stride()
-        or source.data_ptr() != tensor.data_ptr()
-    ):
-        view = tuple(source.shape), source.stride(), int(source.storage_offset() - tensor.storage_offset())
-    pieces = tuple(cut(progress.plan, box)) if isinstance(progress, QuantizedWeight) else ()
-    made_for = _made_for(progress)
-    return Copy(progress.label, progress.parameter.shape, made_for, box, masks(box), size(box), view, pieces)
-
-
-def _made_for(progress: Progress) -> tuple[WeightPlan | None, Any]:
-    """What a plan depends on besides shapes: how a weight is cut, and the loader that was recorded."""
-    loader = getattr(progress.parameter, "weight_loader", None)
-    plan = progress.plan if isinstance(progress, QuantizedWeight) else None
-    return plan, loader.loader if isinstance(loader, WrappedLoader) else loader
-
-
-def _inside(source: Tensor, tensor: Tensor) -> bool:
-    """Whether all elements of one tensor are elements of another: a view of it, and not of its neighbours."""
-    if storage_key(source) != storage_key(tensor):
-        return False
-    (first, last), (start, stop) = span(source), span(tensor)
-    if first < start or last > stop:
-        return False
-    if (first, source.shape, source.stride()) == (start, tensor.shape, tensor.stride()):
-        return True
-    if overlaps_itself(tensor):
-        return False
-    dense = tensor.numel() * tensor.element_size() == stop - start
-    return dense or resolve(tensor, source) is not None
-
-
-def _key(name: str, loader_args: tuple[Any, ...]) -> Key | None:
-    """What tells calls of loaders apart; 0 and False are two shards. None if an argument may change, or be no key."""
-    if not loader_args:
-        return name
-    if len(loader_args) == 1 and type(loader_args[0]) in _SHARDS:  # the common case
-        return name, type(loader_args[0]), loader_args[0]
-    parts = tuple(map(_part, loader_args))
-    return None if None in parts else (name, *parts)
-
-
-def _part(arg: object) -> tuple[Any, ...] | None:
-    kind = type(arg)
-    if kind in _SHARDS or isinstance(arg, Enum):
-        return kind, arg
-    if kind is tuple:
-        parts = tuple(map(_part, cast("tuple[Any, ...]", arg)))
-        return None if None in parts else (kind, *parts)
-    return None
-
-
-def whole_trace(progress: Progress, tensor: Tensor) -> Trace:
-    """The trace of a plain copy of the whole parameter."""
-    trace = Trace()
-    trace.arrivals.append((progress, whole(progress.parameter.shape), tensor))
-    return trace

@@ -4,15 +4,19 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from olq.methods.state import LayerState, state_of
+from olq.methods.state import state_of
+from olq.reload.declarations import declares
+from olq.reload.derived import undeclared
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
 from olq.reload.quantized import QuantizedWeight
+from olq.reload.repeat import Target
 from olq.reload.tree import Tree
 from olq.report import KeptReport, Report, Status, TensorStatus, WeightReport
 
 #: Attribute of a prepared model: layer names to the reason why they stay in high precision.
 KEPT = "quant_kept"
+_OWN = "the layer's own method"
 
 
 def build_report(
@@ -22,23 +26,25 @@ def build_report(
     aliases: Mapping[str, str],
     surplus: Mapping[str, str],
     staged_peak: int,
-    seconds: float,
     changes: Mapping[str, tuple[int, int]] | None = None,
     replayed: int = 0,
 ) -> Report:
-    """The report of a load that is about to be committed."""
+    """The report of a load that is about to be committed, without what only the commit can tell.
+
+    Tensors that nobody declared are left to it as well if something is declared, since hooks may make others.
+    """
     reasons = {
         f"{prefix}.{name}" if prefix else name: reason
         for prefix, found in tree.notes(KEPT)
         for name, reason in found.items()
     }
-    weights, kept, untouched = [], [], []
-    states = {name: state_of(layer) for name, layer in names.layers.items()}
-    for progress in names.progress:
+    kept, untouched = [], []
+    if names.repeat is not None:
+        weights = [_repeated(label, target) for label, target in names.repeat.targets.items()]
+    else:
+        weights = [_weight(one, names, (changes or {}).get(one.label)) for one in names.weights]
+    for progress in names.plain.values():
         layer_name = progress.label.rpartition(".")[0]
-        if isinstance(progress, QuantizedWeight):
-            weights.append(_weight(progress, states[layer_name], (changes or {}).get(progress.label)))
-            continue
         if not progress.coverage.complete:
             untouched.append(progress.label)
         parameter = progress.parameter
@@ -59,9 +65,9 @@ def build_report(
         surplus=dict(surplus),
         untouched=untouched,
         staged_peak_bytes=staged_peak,
-        seconds=seconds,
         generation=tree.model.__dict__.get("quant_generation", 0) + 1,
         stale=list(names.stale),
+        undeclared={} if declares(tree) else undeclared(tree),
         replayed=replayed,
     )
 
@@ -91,13 +97,14 @@ def _why_kept(
     return f"{kind} is no linear layer" + (": a bare parameter" if parameter.dim() > 2 else "")
 
 
-def _weight(weight: QuantizedWeight, state: LayerState, changed: tuple[int, int] | None) -> WeightReport:
+def _weight(weight: QuantizedWeight, names: Names, changed: tuple[int, int] | None) -> WeightReport:
     plan, error = weight.plan, weight.error
+    state = state_of(names.layers[weight.label.rpartition(".")[0]])
     measured = error is not None and bool(error.signal or error.noise)
     return WeightReport(
         name=weight.label,
         method=weight.method.title,
-        reason=state.reason or "the layer's own method",
+        reason=state.reason or _OWN,
         shape=plan.geometry.shape,
         kernel_bytes=plan.kernel_bytes,
         source_bytes=weight.parameter.numel() * plan.dtype.itemsize,
@@ -109,4 +116,20 @@ def _weight(weight: QuantizedWeight, state: LayerState, changed: tuple[int, int]
         worst_block=error.worst_block if error is not None and measured else None,
         changed_code_bytes=changed[0] if changed is not None else None,
         changed_scales=changed[1] if changed is not None else None,
+    )
+
+
+def _repeated(label: str, target: Target) -> WeightReport:
+    """What a load would say of a weight whose units all came straight from sources."""
+    plan, elements = target.plan, target.parameter.numel()
+    return WeightReport(
+        name=label,
+        method=target.method.title,
+        reason=target.state.reason or _OWN,
+        shape=plan.geometry.shape,
+        kernel_bytes=plan.kernel_bytes,
+        source_bytes=elements * plan.dtype.itemsize,
+        arrivals=target.weight.arrivals,
+        direct=elements,
+        generation=target.state.generation + 1,
     )

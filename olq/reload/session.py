@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from olq import patterns
 from olq.errors import LoaderError, StateError
-from olq.methods.state import FORMAT_SUFFIX
-from olq.reload import commit, online, owner
-from olq.reload.accounting import check_complete, missing_error, outside_error, unknown_error
+from olq.reload import commit, online, owner, saved
+from olq.reload.accounting import check_arrived, check_names, check_tags, outside_error, unknown_error
 from olq.reload.callbacks import run_callbacks
 from olq.reload.carriers import Carrier, carrier_for
 from olq.reload.checks import check_shape, contradiction
@@ -29,10 +28,12 @@ from olq.reload.counter import CopyCounter, active_counter
 from olq.reload.ledger import Ledger
 from olq.reload.names import UNWRITTEN, Names, collect
 from olq.reload.options import DEFAULT_STAGING, LoadOptions, check_options
+from olq.reload.plans import PLANS, Plans, whole_trace
 from olq.reload.progress import PlainParameter, Progress
 from olq.reload.quantized import QuantizedWeight, judge
 from olq.reload.region import whole
-from olq.reload.replay import Replay, whole_trace
+from olq.reload.repeat import Repeat
+from olq.reload.replay import Replay
 from olq.reload.reporting import build_report, build_status
 from olq.reload.scope import Scope
 from olq.reload.sources import Source, Weights, open_source
@@ -93,6 +94,7 @@ class Session:
                 options.get("measure_error", False),
                 scope=self._scope,
                 shadow=shadow,
+                repeat=self._repeat(tree),
             )
         except BaseException:
             owner.undo(tree, self._meter)
@@ -100,10 +102,12 @@ class Session:
         owner.take(self, shadow=bool(shadow))
         if not shadow:
             commit.hold(tree, "a partial load of other layers of its model is open")
-        self._ledger = Ledger((*self.names.progress, *self.names.outside.values()))
+        self._ledger = Ledger(
+            (*self.names.plain.values(), *self.names.outside.values()), later=lambda: self.names.weights
+        )
         self._replay = Replay(
             self.model,
-            {one.label: one for one in self.names.progress},
+            self.names,
             stable=options.get("sources") == "stable",
             plan_key=options.get("plan_key"),
             enabled=options.get("replay", True),
@@ -147,17 +151,18 @@ class Session:
             StateError: the session is not open.
         """
         self._need("open", "feed")
-        if not self._replay.feed(name, tensor, loader_args):
+        plan = self._replay.plan(name, tensor, loader_args)
+        if plan is None or not self._replay.feed(plan, name, tensor):
             self._feed_new(name, tensor, loader_args)
         self._done_bytes += tensor.nbytes
 
     def _feed_new(self, name: str, tensor: Tensor, loader_args: tuple[Any, ...]) -> None:
         """Load a tensor that no recorded plan fits."""
-        if (saved := self.names.saved.get(name)) is not None and (
+        if (layer := self.names.saved.get(name)) is not None and (
             name not in self.names.routes or _packed(tensor)
         ):
             self.names.release([name])
-            online.restore(online.load_of(saved), name.rpartition(".")[2], tensor, name)
+            saved.restore(online.load_of(layer), name.rpartition(".")[2], tensor, name)
         elif (progress := self.names.routes.get(name)) is None:
             self._take_surplus(name)
         elif (other := self._arrived_as(progress, name)) is not None:
@@ -185,15 +190,15 @@ class Session:
             source.close()  # also after an error, whose traceback would hold the items and what reads ahead of them
 
     def _carrier(self) -> Carrier | None:
-        return carrier_for(self.names.progress, self._options.get("shadow"))
+        return carrier_for(self.names.devices, self._options.get("shadow"))
 
     def _load(self, source: Source, weights: Weights) -> None:
         if source.staged is not None and self._options.get("sources") == "stable":
             source = replace(source, items=self._flushed(source.items, source.staged.staging.buffer_bytes))
         own_loader = getattr(self.model, "load_weights", None)
-        if own_loader is None or self._is_saved(source):
+        if own_loader is None or self.names.hold_saved(source.names or ()):
             if source.names is not None:
-                self._check_names(source)
+                check_names(self.names, source.names, source.where, self._allowed)
                 self.names.release(source.names)
             if isinstance(weights, Mapping):
                 check_tags(cast("Mapping[str, Tensor]", weights), self.names)
@@ -210,7 +215,7 @@ class Session:
             items = chain([first], items)
         counter = self.counter()
         counter.trace = around = Trace()  # of what the loader does before its first item, and after its last
-        plains = [one for one in self.names.progress if isinstance(one, PlainParameter)]
+        plains = [one for one in self.names.plain.values() if isinstance(one, PlainParameter)]
         try:
             with counter.scope(source.where, plains), Looks(counter):
                 own_loader(self._named(items, source, counter, around))
@@ -246,20 +251,22 @@ class Session:
 
     def _repeated(self, name: str, tensor: Tensor) -> bool:
         """Do with a tensor what the model's load_weights did with its like; False if that is not known."""
-        if self._replay.ignores(name, tensor):
+        plan = self._replay.plan(name, tensor)
+        if plan is None:
+            return False
+        if not plan.copies:
             self._surplus[name] = "the model's load_weights wrote nothing for it"
             return True
-        return self._replay.feed(name, tensor)
+        return self._replay.feed(plan, name, tensor)
 
     def flush(self) -> None:
         """Write the bytes of stable sources that are queued; they may be reused when it returns.
 
-        On a GPU their reading has been enqueued on the current stream then.
+        On a GPU their reading has been enqueued on the current stream then; nothing waits for it.
 
         Raises:
             NonFiniteError: a queued tensor holds inf or NaN and its method refuses that. It may be fed again; those
-                behind it wait for the next flush. On a GPU, where one look at the end serves all, the weight is named
-                and its load has to begin again.
+                behind it wait for the next flush. On a GPU, where one look serves all, the commit raises it.
             StateError: the session is not open.
         """
         self._need("open", "flush")
@@ -276,6 +283,8 @@ class Session:
 
         Raises:
             CoverageError: something is missing; it is named. The session stays open: feed the rest, or abort.
+            NonFiniteError: a weight that was fed from a stable source on a GPU got inf or NaN, and its method refuses
+                that. The weight is named, and its load has to begin again.
             StateError: the session is not open.
             Exception: whatever a derived tensor or a hook raises. The session is aborted then: a shadow load leaves the
                 old model, a load in place one that can't be called. What a callback of `on_commit` raises comes after
@@ -283,18 +292,8 @@ class Session:
         """
         self._need("open", "commit")
         self._replay.flush()
-        judge(one for one in self.names.progress if isinstance(one, QuantizedWeight))
-        for layer in self.names.layers.values():
-            online.check_parameters(layer)
         self._take_moved()
-        missing = [
-            text
-            for name, layer in self.names.layers.items()
-            if (text := online.finish_restored(online.load_of(layer), name))
-        ]
-        missing += [text for one in self.names.required if (text := one.missing())]
-        if missing:
-            raise missing_error(missing, self.names.progress, self._surplus)
+        check_arrived(self.names, self._surplus)
         tree = Tree(self.model)
         report = build_report(
             tree,
@@ -302,10 +301,11 @@ class Session:
             aliases=self._aliases,
             surplus=self._surplus,
             staged_peak=self._meter.peak,
-            seconds=time.perf_counter() - self._started_at,
             changes=commit.changes(self.names),
             replayed=self._replay.count,
         )
+        # The one wait for a GPU comes last: all that needs no answer has been done while it works.
+        self._judge()
         try:
             report = commit.go_live(
                 tree,
@@ -319,7 +319,8 @@ class Session:
             raise
         finally:
             owner.release(self)
-        self._replay.commit()
+        report = replace(report, seconds=time.perf_counter() - self._started_at)
+        self._replay.commit(whole=not (self._scope.partial or self._options.get("shadow")))
         self.model.__dict__["quant_generation"] = report.generation
         for module in tree.modules:
             module.__dict__.pop(UNWRITTEN, None)
@@ -329,6 +330,7 @@ class Session:
 
     def counter(self) -> CopyCounter:
         """A counter for writes onto this model, for one thread."""
+        self.names.open()
         return CopyCounter(self._ledger)
 
     def abort(self) -> None:
@@ -341,11 +343,27 @@ class Session:
         self._need("open", "abort")
         owner.release(self)
         self._replay.drop()
-        for progress in self.names.progress:
+        for progress in self.names.plain.values():
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
                 progress.put_back(self._ledger.alias(progress))
         commit.give_up(self.model, self.names, self.touched, shadow=bool(self._options.get("shadow")))
         self._state = "aborted"
+
+    def _repeat(self, tree: Tree) -> Repeat | None:
+        """A repeat of an earlier load, if this one may be that."""
+        options = self._options
+        plans: Plans | None = self.model.__dict__.get(PLANS)
+        other = ("shadow", "scope", "measure_error", "measure_changes")
+        if plans is None or plans.routine is None or any(options.get(name) for name in other):
+            return None
+        if options.get("sources") != "stable" or not options.get("replay", True):
+            return None
+        return Repeat.begin(plans.routine, tree)
+
+    def _judge(self) -> None:
+        """Raise if a weight is not usable that nobody has looked at."""
+        if self.names.repeat is None or not self.names.repeat.finite():
+            judge(self.names.weights)
 
     @property
     def touched(self) -> tuple[str, ...]:
@@ -398,25 +416,6 @@ class Session:
             raise unknown_error([name], self.names.routes, where="feed")
         self._surplus[name] = "allowed by allow_surplus"
 
-    def _check_names(self, source: Source) -> None:
-        names = source.names or ()
-        unknown = [
-            n
-            for n in names
-            if n not in self.names.routes
-            and n not in self.names.saved
-            and not any(pattern.match(n) is not None for pattern in self._allowed)
-        ]
-        if outside := [name for name in unknown if name in self.names.outside]:
-            raise outside_error(outside, where=source.where)
-        if unknown:
-            raise unknown_error(unknown, self.names.routes, where=source.where)
-        check_complete(self.names, names, source.where)
-
-    def _is_saved(self, source: Source) -> bool:
-        """Whether a source is the saved state of a quantized model."""
-        return any(name in self.names.saved and name not in self.names.routes for name in source.names or ())
-
     def _named(
         self, items: Iterable[tuple[str, Tensor]], source: Source, counter: CopyCounter, around: Trace
     ) -> Iterator[tuple[str, Tensor]]:
@@ -451,7 +450,7 @@ class Session:
 
     def _take_moved(self) -> None:
         """Parameters with memory of their own that somebody gave other memory: copy back, keep the address."""
-        for progress in self.names.progress:
+        for progress in self.names.plain.values():
             if isinstance(progress, PlainParameter) and self._ledger.moved(progress):
                 if not progress.coverage.count:
                     raise _moved_error(progress.label)
@@ -466,14 +465,6 @@ class Session:
                 need=f"a session that is {state}",
                 remedy="with olq.session(model) as s: s.feed(...); a session is used once",
             )
-
-
-def check_tags(weights: Mapping[str, Any], names: Names) -> None:
-    """Raise `LayoutError` if saved kernel tensors mean something else than this model stores; nothing is written."""
-    for name, layer in names.saved.items():
-        tag = weights.get(name) if name.endswith(FORMAT_SUFFIX) else None
-        if isinstance(tag, Tensor):
-            online.check_tag(online.load_of(layer), name.rpartition(".")[2], tag, name)
 
 
 def _packed(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import olq
 from olq.reload import derived
+from olq.reload.tree import Tree
 from reload.small_models import Small, live
 
 BARE = (
@@ -30,13 +31,13 @@ class Helper:
 
 
 def names(model: nn.Module) -> set[str]:
-    return set(derived.undeclared(model))
+    return set(derived.undeclared(Tree(model)))
 
 
 def test_a_bare_tensor_is_reported_with_a_reason():
     model = live()
     model.a.mirror = torch.ones(3)
-    assert derived.undeclared(model) == {"a.mirror": BARE}
+    assert derived.undeclared(Tree(model)) == {"a.mirror": BARE}
 
 
 def test_tensors_are_found_in_containers_and_one_level_of_helpers():
@@ -46,7 +47,7 @@ def test_tensors_are_found_in_containers_and_one_level_of_helpers():
     model.kernels = {0: Helper(scale=torch.ones(7))}
     model.call = functools.partial(print, torch.ones(8), perm=torch.ones(9))
     model.method = Helper(workspace=torch.ones(10)).call
-    found = derived.undeclared(model)
+    found = derived.undeclared(Tree(model))
     assert {name: reason.split(" that ")[0] for name, reason in found.items()} == {
         "scales[0]": "a bare tensor attribute",
         "scales[1][0]": "a bare tensor attribute",
@@ -63,13 +64,15 @@ def test_tensors_are_found_in_containers_and_one_level_of_helpers():
 def test_a_parameter_that_is_not_registered_is_told_from_a_tensor():
     model = nn.Module()
     model.experts = [nn.Parameter(torch.ones(2))]
-    assert "nn.ParameterList" in derived.undeclared(model)["experts[0]"]
+    assert "nn.ParameterList" in derived.undeclared(Tree(model))["experts[0]"]
 
 
 def test_a_tensor_on_the_meta_device_has_a_stronger_reason():
     model = nn.Module()
     model.table = torch.ones(2, device="meta")
-    assert derived.undeclared(model)["table"].startswith("a tensor on the meta device: it has no values")
+    assert derived.undeclared(Tree(model))["table"].startswith(
+        "a tensor on the meta device: it has no values"
+    )
 
 
 def test_what_is_declared_or_shows_a_weight_is_not_reported():
@@ -131,7 +134,7 @@ def test_one_tensor_under_many_names_is_reported_once():
     shared = Helper(workspace=torch.ones(3))
     for layer in model:
         layer.kernel = shared
-    (item,) = derived.undeclared(model).items()
+    (item,) = derived.undeclared(Tree(model)).items()
     assert item[0] == "0.kernel.workspace"
     assert item[1].endswith("(the same tensor hangs in 3 other places)")
 
@@ -155,7 +158,7 @@ def test_where_the_search_stops_is_said():
     model.deep = [[[[[torch.ones(1)]]]]]
     model.long = [[i, "x"] for i in range(20_000)]
     model.long.append(torch.ones(1))
-    found = derived.undeclared(model)
+    found = derived.undeclared(Tree(model))
     assert found["deep[0][0][0][0]"].startswith("more nested or longer than is searched")
     assert any(name.startswith("long[9") for name in found)
     assert len(found) < 20_100
@@ -202,7 +205,7 @@ def grow(tree: object, depth: int = 0) -> tuple[object, int]:
 def test_every_tensor_in_nested_containers_is_found(tree: object):
     model = nn.Module()
     model.tree, count = grow(tree)
-    found = [reason for reason in derived.undeclared(model).values() if reason == BARE]
+    found = [reason for reason in derived.undeclared(Tree(model)).values() if reason == BARE]
     assert len(found) == count
 
 

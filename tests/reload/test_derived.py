@@ -14,6 +14,7 @@ import olq
 from olq.errors import LayoutError
 from olq.reload import derived
 from olq.reload.attributes import find_all
+from olq.reload.tree import Tree
 from reload.small_models import as_bytes, places
 
 HEADS, NOPE, VALUE, RANK = 2, 16, 32, 64
@@ -206,7 +207,7 @@ def test_a_view_over_a_childs_weight_sees_what_is_loaded():
     load(model, B)
     assert torch.equal(model.views[0], B["norm.weight"][4:])
     assert torch.equal(model.views[1], model.gate.weight[1:3])
-    assert derived.undeclared(model) == {}
+    assert derived.undeclared(Tree(model)) == {}
 
 
 def test_what_stands_on_the_meta_device_becomes_a_buffer_with_memory_of_its_own():

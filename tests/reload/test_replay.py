@@ -336,14 +336,14 @@ def test_a_parameter_whose_memory_was_taken_away_is_refused_by_name():
 
 @pytest.fixture
 def judged_later(monkeypatch):
-    """As on a GPU: what is queued is looked at once, at the end of the flush."""
-    monkeypatch.setattr(quantized, "_waits", lambda device: True)
+    """As on a GPU: what was queued is looked at once, in the commit."""
+    monkeypatch.setattr(quantized, "waits", lambda device: True)
 
 
 @pytest.mark.usefixtures("judged_later")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
-def test_what_is_judged_at_the_flush_is_refused_by_its_weight(method, value):
+def test_what_is_judged_at_the_commit_is_refused_by_its_weight(method, value):
     name, params = method
     model, cold = Fused(name, **params), Fused(name, **params)
 
@@ -377,10 +377,12 @@ def test_a_weight_is_judged_when_it_is_whole():
             session.feed("weight", values[8 * i : 8 * i + 8], i)
     session = olq.session(layer, sources="stable").begin()
     session.feed("weight", spoiled[:8], 0)
-    session.flush()  # the other half's scales may be anything yet
+    session.flush()
+    with pytest.raises(CoverageError, match="512 elements"):  # the other half's scales may be anything yet
+        session.commit()
     session.feed("weight", spoiled[8:], 1)
     with pytest.raises(NonFiniteError, match="1 weights with a scale that is NaN"):
-        session.flush()
+        session.commit()
     session.abort()
 
 

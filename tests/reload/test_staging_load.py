@@ -14,7 +14,6 @@ from olq.reload import session as session_module
 from olq.reload import sources as sources_module
 from olq.reload.carriers import CudaCarrier, carrier_for
 from olq.reload.headers import read_header
-from olq.reload.progress import PlainParameter
 from olq.reload.session import Session
 from olq.reload.staging import Staged
 from olq.reload.staging_plan import DTYPES
@@ -234,19 +233,6 @@ def test_every_dtype_has_the_bytes_that_safetensors_reads(tmp_path):
             ), name
 
 
-def progress_on(*devices: str) -> list[PlainParameter]:
-    """Parameters that say that they are on these devices."""
-
-    class Elsewhere:
-        def __init__(self, device: str) -> None:
-            self.device, self.shape = torch.device(device), torch.Size((1,))
-
-        def numel(self) -> int:
-            return 1
-
-    return [PlainParameter(f"p{i}", Elsewhere(device)) for i, device in enumerate(devices)]
-
-
 @pytest.mark.parametrize(
     ("devices", "shadow", "found"),
     [
@@ -260,7 +246,7 @@ def progress_on(*devices: str) -> list[PlainParameter]:
     ],
 )
 def test_a_load_is_staged_if_all_of_it_lives_on_one_cuda_device(devices, shadow, found):
-    carrier = carrier_for(progress_on(*devices), shadow)
+    carrier = carrier_for(map(torch.device, devices), shadow)
     assert (carrier is None) if found is None else carrier.device == torch.device("cuda", found)
     assert carrier is None or isinstance(carrier, CudaCarrier)
 

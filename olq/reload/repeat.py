@@ -1,0 +1,337 @@
+"""A reload that repeats an earlier one tensor by tensor: no layer is opened for it, and no account kept but what came.
+
+If in one load all bytes of all quantized weights came by plans, these plans are a *routine*: each of them once is a
+whole load again, without overlap. A session that begins on such a model, with stable sources on a GPU, leaves the
+layers in kernel format, uncallable, and ticks plans off. The bytes go to the live kernel tensors with one launch for
+many tensors. As soon as anything else comes (an unknown name, another shape, a second arrival, a question about the
+state) the layers are opened and get the accounts that they would have had; from there on it is a load like any other.
+
+    Routine   kept on a model, with its plans, from one commit to the next
+    Repeat    one session's use of it
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from olq.errors import LoaderError
+from olq.kernels.batch import Batch, Job, job_of
+from olq.methods.base import QuantMethod, WeightPlan
+from olq.methods.state import FORMAT_SUFFIX, LayerState
+from olq.patterns import join
+from olq.reload import quantized
+from olq.reload.cutting import Piece
+from olq.reload.plans import Copy, Plan, made_for, made_for_parameter
+from olq.reload.quantized import QuantizedWeight
+from olq.reload.tree import Tree
+
+#: Tensors that wait for the first launch. Each launch waits for twice as many, up to the second number: the GPU begins
+#: early, and later launches are few.
+_FIRST, _MOST = 8, 64
+
+
+@dataclass(slots=True)
+class _Write:
+    """One piece of one copy of a plan.
+
+    Args:
+        copy: of the plan.
+        piece: of the copy.
+        job: all of it but the source's address; None where no kernel does it, or before it was done once.
+        tried: whether `job` has been asked for.
+    """
+
+    copy: Copy
+    piece: Piece
+    job: Job | None = None
+    tried: bool = False
+
+    def source(self, tensor: Tensor) -> Tensor:
+        """The piece's elements in a fed tensor."""
+        whole = self.copy.source(tensor)
+        return whole if self.piece.index is None else whole[self.piece.index]
+
+    def forget(self) -> None:
+        """The job no longer fits."""
+        self.job, self.tried = None, False
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A weight of a routine.
+
+    Args:
+        made_for: as in `Copy`.
+        shape: of its parameter.
+        arrivals: copies that bring it.
+        writes: all that these do.
+        addresses: of the kernel tensors that jobs were made for.
+    """
+
+    made_for: object
+    shape: torch.Size
+    arrivals: int = 0
+    writes: list[_Write] = field(default_factory=list)
+    addresses: tuple[int, ...] = ()
+
+    def made_at(self, addresses: tuple[int, ...]) -> None:
+        """Forget jobs that were made for kernel tensors at other addresses."""
+        if addresses != self.addresses:
+            for write in self.writes:
+                write.forget()
+            self.addresses = addresses
+
+
+class Routine:
+    """Plans that together bring every quantized weight of a model, each element once."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, Plan] = {}
+        self.writes: dict[int, list[_Write]] = {}
+        self.weights: dict[str, _Weight] = {}
+
+    @classmethod
+    def of(cls, plans: Iterable[Plan], weights: Iterable[QuantizedWeight]) -> "Routine | None":
+        """The routine of a load that is complete.
+
+        Args:
+            plans: what came, each once; its elements did not overlap, since coverage refuses that.
+            weights: all quantized weights of the model.
+
+        Returns:
+            None if a weight also came in another way, was staged, or brings others along.
+        """
+        routine, left = cls(), {one.label: one.coverage.total for one in weights}
+        for one in weights:
+            if one.followers or one.staged_elements:
+                return None
+            routine.weights[one.label] = _Weight(made_for(one), one.parameter.shape)
+        for plan in plans:
+            if not plan.copies or all(copy.label not in left for copy in plan.copies):
+                continue
+            routine.plans[id(plan)], writes = plan, []
+            for copy in plan.copies:
+                weight = routine.weights.get(copy.label)
+                if weight is None or copy.shape != weight.shape or copy.made_for != weight.made_for:
+                    return None
+                left[copy.label] -= copy.elements
+                weight.arrivals += 1
+                found = [_Write(copy, piece) for piece in copy.pieces]
+                weight.writes += found
+                writes += found
+            routine.writes[id(plan)] = writes
+        return routine if routine.weights and not any(left.values()) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A weight that a repeat writes.
+
+    Args:
+        layer, state: its layer.
+        method, plan: how it is stored.
+        parameter: its load-format parameter.
+        tensors: its live kernel tensors by suffix.
+        weight: of the routine.
+    """
+
+    layer: nn.Module
+    state: LayerState
+    method: QuantMethod
+    plan: WeightPlan
+    parameter: nn.Parameter
+    tensors: Mapping[str, Tensor]
+    weight: _Weight
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where its kernel tensors are now."""
+        return tuple([tensor.data_ptr() for tensor in self.tensors.values()])
+
+
+class Repeat:
+    """One session's repetition of a routine. Threads may share it.
+
+    Args:
+        routine: of the model.
+        targets: every weight by name.
+    """
+
+    def __init__(self, routine: Routine, targets: dict[str, Target]) -> None:
+        self._routine, self.targets = routine, targets
+        self._seen: dict[int, str] = {}
+        self._queue: list[tuple[list[_Write], Tensor]] = []
+        self._together = _FIRST
+        self._streams: dict[torch.cuda.Stream, None] = {}
+        self._devices = {one.state.device for one in targets.values() if one.state.device.type == "cuda"}
+        self._stopped = False
+        #: Held while anything is taken, written or handed over.
+        self.lock = RLock()
+
+    @classmethod
+    def begin(cls, routine: Routine, tree: Tree) -> "Repeat | None":
+        """A repeat, if the model is still what the routine was made for and can be written and judged later.
+
+        Args:
+            routine: of the model.
+            tree: its modules.
+        """
+        targets: dict[str, Target] = {}
+        if len(tree.named) != len(tree.modules):
+            return None  # a module under two names may be fed under both
+        for name, layer, state in tree.layers:
+            method = cast("QuantMethod", layer.quant_method)
+            if (
+                not state.installed
+                or state.held
+                or not method.judges_later
+                or not quantized.waits(state.device)
+            ):
+                return None
+            for weight_name, plan in state.plans.items():
+                weight = routine.weights.get(join(name, weight_name))
+                parameter = state.load_parameters[weight_name]
+                if weight is None or parameter.shape != weight.shape:
+                    return None
+                if made_for_parameter(plan, parameter) != weight.made_for:
+                    return None
+                tensors = {
+                    suffix: cast("Tensor", layer._parameters[weight_name + suffix]) for suffix in plan.tensors
+                }
+                targets[join(name, weight_name)] = Target(
+                    layer, state, method, plan, parameter, tensors, weight
+                )
+        return cls(routine, targets) if len(targets) == len(routine.weights) else None
+
+    @property
+    def kernel(self) -> set[str]:
+        """Full names of kernel tensors and their tags."""
+        return {
+            label + suffix for label, one in self.targets.items() for suffix in (*one.tensors, FORMAT_SUFFIX)
+        }
+
+    @property
+    def complete(self) -> bool:
+        """Whether every plan has come."""
+        return len(self._seen) == len(self._routine.writes)
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """Weights that something has come for."""
+        plans = self._routine.plans
+        labels = {copy.label for key in self._seen for copy in plans[key].copies}
+        return tuple(label for label in self.targets if label in labels)
+
+    def take(self, plan: Plan, name: str, tensor: Tensor) -> bool:
+        """Do with a tensor what the plan says, now or at the next launch.
+
+        Args:
+            plan: fits the tensor.
+            name: what it is called.
+            tensor: the source, unchanged until the next `launch`.
+
+        Returns:
+            False if the plan is not of the routine or has come before, or if the repeat is over.
+        """
+        key = id(plan)
+        writes = self._routine.writes.get(key)
+        if writes is None:
+            return False
+        with self.lock:
+            if self._stopped or key in self._seen:
+                return False
+            self._seen[key] = name
+            self._queue.append((writes, tensor))
+            if len(self._queue) >= self._together:
+                self._together = min(2 * self._together, _MOST)
+                self._write()
+        return True
+
+    def launch(self) -> None:
+        """Write all that waits: it has been enqueued on the current stream when this returns."""
+        with self.lock:
+            self._write()
+            for stream in self._streams:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+            self._streams.clear()
+
+    def stop(self) -> None:
+        """Take nothing more. What has come has been written when this returns, as after `launch`."""
+        with self.lock:
+            self._stopped = True
+            self.launch()
+
+    def drop(self) -> None:
+        """Take nothing more, and forget what waits."""
+        with self.lock:
+            self._stopped = True
+            self._queue.clear()
+
+    def hand_over(self, weights: Mapping[str, QuantizedWeight]) -> None:
+        """Give weights the accounts of what has come.
+
+        Args:
+            weights: by name, of layers that have been opened.
+        """
+        for key, name in self._seen.items():
+            for copy in self._routine.plans[key].copies:
+                weights[copy.label].take_over(copy.box, copy.product, copy.elements, name)
+
+    def finite(self) -> bool:
+        """Whether all weights are usable: one wait for the GPU."""
+        groups: dict[tuple[QuantMethod, torch.device], list[Mapping[str, Tensor]]] = {}
+        for one in self.targets.values():
+            groups.setdefault((one.method, one.state.device), []).append(one.tensors)
+        answers = [method.finite(tensors).all() for (method, _), tensors in groups.items()]
+        return all(map(bool, answers))
+
+    def check(self) -> None:
+        """Raise `LoaderError` if somebody replaced a kernel tensor meanwhile."""
+        for label, one in self.targets.items():
+            leaf = label.rpartition(".")[2]
+            for suffix, tensor in one.tensors.items():
+                if one.layer._parameters.get(leaf + suffix) is not tensor:
+                    raise LoaderError(
+                        "A kernel tensor was replaced while its load was open.",
+                        where=label + suffix,
+                        found="another object in its place, which this load has not written",
+                        need="the parameter that was there when the load began",
+                        remedy="replace parameters before a load begins, or after its commit",
+                    )
+
+    def commit(self) -> None:
+        """Let the layers be called again, one generation on."""
+        for state in {id(one.state): one.state for one in self.targets.values()}.values():
+            state.generation, state.held, state.owner = state.generation + 1, "", None
+
+    def _write(self) -> None:
+        if not self._queue:
+            return
+        batch = Batch()
+        queue, self._queue = self._queue, []
+        with torch.no_grad():
+            for writes, tensor in queue:
+                for write in writes:
+                    self._add(batch, write, tensor)
+            batch.launch()
+        for device in self._devices:
+            self._streams[torch.cuda.current_stream(device)] = None
+
+    def _add(self, batch: Batch, write: _Write, tensor: Tensor) -> None:
+        target = self.targets[write.copy.label]
+        target.weight.made_at(target.addresses)  # a model may be moved between two feeds
+        source = write.source(tensor)
+        if write.job is not None and batch.add(write.job, source):
+            return
+        if (
+            write.job is not None or not write.tried
+        ):  # never done, or with a source of another alignment or device
+            calls = target.method.calls(source, target.tensors, target.plan, write.piece.target)
+            write.job, write.tried = job_of(calls) if calls else None, True
+            if write.job is not None and batch.add(write.job, source):
+                return
+        target.method.write_(source, target.tensors, target.plan, write.piece.target)
