@@ -85,6 +85,35 @@ def _offsets(rows, columns, row_stride, column_stride, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _values(
+    source,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    mask,
+    HALF: tl.constexpr,
+    FULL: tl.constexpr,
+    WIDE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """A tile [R, U, L] in float32. HALF: every second element of a 16-bit type, as `plan_activations.half_of` has it.
+
+    Such elements are halves of words, which are read whole: as elements they would be too far apart to be read many at
+    a time.
+    """
+    if HALF == -1:
+        at = source + _offsets(rows, columns, row_stride, column_stride, WIDE)
+        return read(at, mask, FULL, "", 0.0, HARDWARE)
+    words = tl.multiple_of((source - HALF).to(tl.pointer_type(tl.int32)), 16)
+    at = words + _offsets(rows, columns, row_stride // 2, 1, WIDE)
+    word = tl.load(at) if FULL else tl.load(at, mask=mask, other=0)
+    if source.dtype.element_ty == tl.bfloat16:
+        return ((word & -65536) if HALF else (word << 16)).to(tl.float32, bitcast=True)
+    return ((word >> 16) if HALF else word).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def quantize_groups(
     source,
     up,
@@ -115,6 +144,8 @@ def quantize_groups(
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
+    SOURCE_HALF: tl.constexpr,
+    UP_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     FULL: tl.constexpr,
@@ -141,12 +172,11 @@ def quantize_groups(
         mask = mask & (lanes < GROUP)
 
     source += batch * source_batch + first_row * source_row + first_column * source_column
-    from_ = source + _offsets(rows, columns, source_row, source_column, WIDE)
-    y = read(from_, mask, FULL, "", 0.0, HARDWARE)
+    y = _values(source, rows, columns, source_row, source_column, mask, SOURCE_HALF, FULL, WIDE, HARDWARE)
     if GATED:
         up += batch * up_batch + first_row * up_row + first_column * up_column
-        from_up = up + _offsets(rows, columns, up_row, up_column, WIDE)
-        y = _silu_mul(y, read(from_up, mask, FULL, "", 0.0, HARDWARE), LIMIT, ALPHA, BETA, ADDS, HARDWARE)
+        u = _values(up, rows, columns, up_row, up_column, mask, UP_HALF, FULL, WIDE, HARDWARE)
+        y = _silu_mul(y, u, LIMIT, ALPHA, BETA, ADDS, HARDWARE)
         y = finish(y, THROUGH, 0.0, HARDWARE)
     unit_scale, factor = fp8_scale(largest(y, 2, HARDWARE), POWER, HARDWARE)
     y = tl.where((factor != 0.0)[:, :, None], y * factor[:, :, None], 0.0)

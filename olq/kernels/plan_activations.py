@@ -162,7 +162,7 @@ def _groups(
     source, up, codes, scale = tensors
     words = scale.dtype == torch.int32
     lanes = tiles.power_of_two(group)
-    tile = _tile(shape, down, group, is_tall(source), words)
+    tile = _tile(shape, down, group, is_tall(source), words, gated=bool(form["GATED"]))
     units = tile.columns // lanes
     walked = replace(tile, columns=units * group)
     full = down == shape.n and shape.n % tile.rows == 0 and shape.k % (units * group) == 0
@@ -184,6 +184,8 @@ def _groups(
             "WORDS": words,
             "GROUP": group,
             "LANES": lanes,
+            "SOURCE_HALF": half_of(source, shape.steps[0], group),
+            "UP_HALF": half_of(up, shape.steps[1], group),
             "ROWS": tile.rows,
             "UNITS": units,
             "FULL": full and lanes == group,
@@ -195,8 +197,22 @@ def _groups(
     return Plan((one,))
 
 
-def _tile(shape: Matrices, down: int, group: int, tall: bool, words: bool) -> Tile:
-    """A tile of whole groups, and of whole words; its columns count lanes."""
+def half_of(t: Tensor, step: int, group: int) -> int:
+    """Which half of its words, of 32 bits, the elements of a tensor are; -1 if they are anything else.
+
+    That is every second column of a 16-bit type, as gate and up are that take turns. Words of a tile begin at multiples
+    of 16 bytes; a word's other half is in the same allocation.
+    """
+    if t.element_size() != 2 or t.stride(-1) != 2 or t.shape[-1] < 2 or group % 4:
+        return -1
+    if (t.stride(-2) % 8 and t.shape[-2] > 1) or step % 8:
+        return -1
+    half, rest = divmod(t.data_ptr() & 15, 2)
+    return half if half <= 1 and not rest else -1
+
+
+def _tile(shape: Matrices, down: int, group: int, tall: bool, words: bool, gated: bool) -> Tile:
+    """A tile of whole groups, and of whole words; its columns count lanes. The gated product takes more registers."""
     lanes = tiles.power_of_two(group)
     least = 4 if words else 1
     most = max(least, (64 if tall else 1024) // lanes)
@@ -204,7 +220,7 @@ def _tile(shape: Matrices, down: int, group: int, tall: bool, words: bool) -> Ti
     while units > least and units * lanes > 512 and shape.k % (units * group):
         units //= 2
     across = -(-shape.k // (units * group))
-    rows = max(1, 4096 // (units * lanes))
+    rows = max(1, (1024 if gated and not tall else 4096) // (units * lanes))
     while rows > 1 and across * -(-down // rows) * shape.matrices < _PROGRAMS:
         rows //= 2
     while -(-down // rows) > GRID:

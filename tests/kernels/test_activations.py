@@ -16,6 +16,7 @@ from numerics import cases
 from numerics.cases import OPS, RULES, first_difference, poison
 from olq import alloc, kernels
 from olq.kernels.launching import unavailable
+from olq.kernels.plan_activations import half_of
 from olq.numerics import activations
 
 GROUP_LAYOUTS = ("row_major", "mn_major", "ue8m0_words")
@@ -136,9 +137,10 @@ def test_any_strides(name, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gate_and_up_as_views_of_one_tensor(interleaved, device):
-    x = weight(7, 520)
+def test_gate_and_up_as_views_of_one_tensor(interleaved, dtype, device):
+    x = bit_patterns(7, 520, dtype=dtype)
     gate, up = (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, :260], x[:, 260:])
     for layout in GROUP_LAYOUTS:
         assert_new("silu_mul_quantize_fp8", (gate, up, layout), device)
@@ -230,6 +232,23 @@ def test_rows_of_the_caller_are_not_padded(device):
 @given(x=cases.weights(3, 130))
 def test_drawn_bit_patterns(device, x):
     assert_every_call(x, device)
+
+
+def test_every_second_column_is_read_as_halves_of_words():
+    x = torch.zeros(4, 520, dtype=torch.bfloat16)
+    for t, half in (
+        (x[:, ::2], 0),
+        (x[:, 1::2], 1),
+        (x[:1, 1::2], 1),
+        (x, -1),
+        (x[:, 2::2], -1),  # words do not begin at 16 bytes
+        (x[:, ::4], -1),
+        (x.float()[:, ::2], -1),
+        (x.view(-1)[: 4 * 514].view(4, 514)[:, ::2], -1),
+        (x[:, :1], -1),
+    ):
+        assert half_of(t, 0, 128) == half, t.stride()
+    assert half_of(x[:, ::2], 520, 6) == half_of(x[:, ::2], 1, 128) == -1
 
 
 def test_a_call_without_rows_or_columns_goes_to_the_reference():
