@@ -104,13 +104,10 @@ def few_rows(
     inside = [s if of_rows is None else one], [scale.view(1, 1) if of_columns is None else one]
     b = codes.view(_E4M3).t()
     operands = Operands(a.view(_E4M3), b, inside[0], _TENSOR, inside[1], _TENSOR, _PLAIN)
-    y, out = multiply(operands, None, torch.float32)[:, :rows], s.new_empty(a.shape[0], rows, dtype=dtype)
-    if of_rows is not None and of_columns is not None:
-        y = y.mul_(of_rows)
-    factor = s if of_columns is None else of_columns
-    if bias is None:
-        return torch.mul(y, factor, out=out)
-    return torch.add(y.mul_(factor), bias, out=out)
+    product = multiply(operands, None, torch.float32)[:, :rows]
+    out = s.new_empty(a.shape[0], rows, dtype=dtype)
+    torch.ops.olq.scale_product_(product, of_rows, of_columns, bias, out)
+    return out
 
 
 def _widened(x: Tensor, columns: int) -> Tensor:

@@ -6,6 +6,7 @@ from olq.kernels import plan_activations as activations
 from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
 from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
 from olq.kernels.plan_fp8 import quantize_fp8
+from olq.kernels.plan_product import scale_product
 from olq.kernels.shapes import GRID, Plan
 
 _PLANS: dict[str, Callable[..., Plan | str]] = {
@@ -16,6 +17,7 @@ _PLANS: dict[str, Callable[..., Plan | str]] = {
     "dequantize_fp8_": dequantize_fp8,
     "dequantize_mxfp8_": dequantize_mxfp8,
     "dequantize_nvfp4_": dequantize_nvfp4,
+    "scale_product_": scale_product,
     "quantize_fp8_words_": activations.quantize_fp8_words,
     "silu_mul_quantize_fp8_": activations.silu_mul_quantize_fp8_into,
     "quantize_fp8_token": activations.quantize_fp8_token,
@@ -45,6 +47,7 @@ TABLE = (
     ("quantize_nvfp4", "linear or swizzled", "blockscaled.quantize_nvfp4"),
     ("silu_mul_quantize_fp8_", "any layout and group", "activations.quantize_groups"),
     ("silu_mul_quantize_fp8", "any layout and group", "activations.quantize_groups"),
+    ("scale_product_", "columns next to each other", "product.scale_product"),
     ("any", "no elements; tensors on two devices or on a CPU; no triton", "olq.numerics"),
     ("any", "leading dimensions that strides don't merge into one", "olq.numerics"),
 )

@@ -29,6 +29,10 @@ Three multiply by a quantized weight, x @ W.T + bias, into a new tensor; olq.ops
     matmul_mxfp8(x, codes, scale, bias, parts, starts, scale_layout)
     matmul_nvfp4(x, codes, scale, scale_2, bias, parts, starts, scale_layout)
 
+One makes a product of values from one of codes: olq.ops.product.
+
+    scale_product_(product, of_rows, of_columns, bias, out!)
+
 Meaning of every argument: the function of the same name in olq.numerics and docs/formats/.
 """
 
@@ -42,6 +46,7 @@ from olq.ops.activations import (
     silu_mul_quantize_fp8_,
 )
 from olq.ops.linear import matmul_fp8, matmul_mxfp8, matmul_nvfp4
+from olq.ops.product import scale_product_
 from olq.ops.weights import (
     dequantize_fp8_,
     dequantize_mxfp8_,
@@ -68,6 +73,7 @@ __all__ = [
     "quantize_mxfp8_",
     "quantize_nvfp4",
     "quantize_nvfp4_",
+    "scale_product_",
     "silu_mul_quantize_fp8",
     "silu_mul_quantize_fp8_",
 ]

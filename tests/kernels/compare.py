@@ -27,6 +27,7 @@ OUTPUTS = {
     "dequantize_mxfp8_": (2,),
     "dequantize_nvfp4_": (3,),
     "nvfp4_tensor_scale_": (1,),
+    "scale_product_": (4,),
 }
 
 

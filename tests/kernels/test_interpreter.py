@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("file", "least"),
-    [("test_bytes", 40), ("test_activations", 40), ("test_batch", 30), ("test_dummy", 70)],
+    [
+        ("test_bytes", 40),
+        ("test_activations", 40),
+        ("test_batch", 30),
+        ("test_dummy", 70),
+        ("test_product", 15),
+    ],
 )
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: install the extra `triton`"
