@@ -29,7 +29,8 @@ def quantize_fp8(
         x: [M, K].
         activations: "tensor", "token" or "group".
         power_of_two: whether scales are powers of two.
-        rows: M', at least M: rows of the codes, and of the scales for "group". Those after M hold codes 0, scales 1.
+        rows: M', at least M: rows of the codes, and of the scales for "group". Those after M are
+            there to be multiplied and dropped.
 
     Returns:
         codes: uint8 [M', K].
@@ -39,7 +40,9 @@ def quantize_fp8(
     rows = m if rows is None else rows
     if activations == "token" and rows == m:
         return torch.ops.olq.quantize_fp8_token(x, power_of_two)
-    if activations == "group" and rows == m:
+    if activations == "group" and (rows == m or m == 1):
+        # One row is quantized as often as rows are asked for: one launch, where filling the others takes two more.
+        x = x if rows == m else x.expand(rows, k)
         return torch.ops.olq.quantize_fp8_group(x, "mn_major", FP8_UNITS["group"][1], power_of_two)
     codes = x.new_empty(rows, k, dtype=torch.uint8)
     if activations == "group":
