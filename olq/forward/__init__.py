@@ -15,11 +15,11 @@ reference, matmul, scaled_fp8, scaled_blocks    the paths
 activations  quantizing x
 """
 
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from olq.forward.choice import Path, check_asked, choose, explain, input_of
+from olq.forward.choice import Path, check_asked, choose, explain, input_of, not_quantized
 from olq.forward.facts import Weight
 from olq.forward.rows import NEEDS, TABLE, names
 
@@ -63,7 +63,10 @@ def path(layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str =
         LayoutError: likewise, or the layer has no such weight.
         StateError: the layer's weights are not all there.
     """
-    weight = cast("_Stores", layer.quant_method).stored(layer, name)
+    method: _Stores | None = getattr(layer, "quant_method", None)
+    if method is None:
+        raise not_quantized(layer)
+    weight = method.stored(layer, name)
     return explain(weight, input_of(weight, x, bias))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from olq.errors import ConfigError, LayoutError
 from olq.forward.facts import Input, Weight, capability
@@ -44,6 +44,7 @@ def input_of(weight: Weight, x: Tensor, bias: Tensor | None) -> Input:
         tokens=x.shape[:-1].numel(),
         gradient=x.requires_grad and torch.is_grad_enabled(),
         bias=None if bias is None else bias.dtype,
+        autocast=torch.is_autocast_enabled(device.type),
     )
 
 
@@ -144,4 +145,15 @@ def _shapes(weight: Weight, x: Tensor) -> LayoutError:
         found=f"x of shape {list(x.shape)}",
         need=f"[..., {weight.columns}]",
         remedy="pass the activations of this layer, features last",
+    )
+
+
+def not_quantized(layer: nn.Module) -> LayoutError:
+    """What is said of a layer that no method stores."""
+    return LayoutError(
+        "This layer has no method, so no path was chosen for it.",
+        where=type(layer).__name__,
+        found="no attribute `quant_method`",
+        need="a layer that olq.prepare took over, or whose create_weights was called",
+        remedy="ask olq.report, or Report.table(), which layers are quantized",
     )

@@ -73,6 +73,7 @@ class Input:
         tokens: M.
         gradient: whether a gradient of x is asked for.
         bias: dtype of the bias, None without one.
+        autocast: whether torch.autocast is on for the device.
     """
 
     device: torch.device
@@ -81,6 +82,7 @@ class Input:
     tokens: int
     gradient: bool
     bias: torch.dtype | None
+    autocast: bool
 
 
 _CAPABILITIES: dict[int, tuple[int, int]] = {}

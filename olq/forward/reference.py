@@ -45,5 +45,6 @@ def quantized(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     xq = rounded(x.detach().reshape(-1, weight.columns), weight).to(wide)
-    y = weight_only(weight, xq, None if bias is None else bias.detach().to(wide))
+    with torch.autocast(x.device.type, enabled=False):  # which would round both operands again
+        y = weight_only(weight, xq, None if bias is None else bias.detach().to(wide))
     return y.to(x.dtype).view(*x.shape[:-1], weight.rows)

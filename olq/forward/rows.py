@@ -137,6 +137,10 @@ def _gradient(weight: Weight, given: Input) -> str | None:
     return "x that requires grad, in grad mode" if given.gradient else None
 
 
+def _autocast(weight: Weight, given: Input) -> str | None:
+    return "torch.autocast, which F.linear follows" if given.autocast else None
+
+
 def _bias(weight: Weight, given: Input) -> str | None:
     return None if given.bias in (None, given.dtype) else f"a bias in {name(given.bias)}"
 
@@ -171,6 +175,7 @@ def _one_part(weight: Weight, given: Input) -> str | None:
 
 
 GRADIENT = Need("gradient", "no gradient of x", _gradient)
+AUTOCAST = Need("autocast", "no autocast", _autocast)
 BIAS = Need("bias", "a bias in the dtype of x", _bias)
 ELEMENTS = Need("size", "N and K that are not 0", _elements)
 NVIDIA = Need("nvidia", "CUDA, not ROCm", _nvidia)
@@ -179,7 +184,7 @@ CPU_RELEASE = Need("release", "torch 2.13 or later", _cpu_release)
 SWIZZLED = Need("layout", "scale_layout=swizzled_128x4", _swizzled)
 ONE_SCALE = Need("one scale", "one tensor scale", _one_part)
 
-NEEDS = (GRADIENT, BIAS, ELEMENTS, NVIDIA, BLAS, CPU_RELEASE, SWIZZLED, ONE_SCALE)
+NEEDS = (GRADIENT, AUTOCAST, BIAS, ELEMENTS, NVIDIA, BLAS, CPU_RELEASE, SWIZZLED, ONE_SCALE)
 
 _NONE: Values = (("activations", ("none",)),)
 _ROWS: Values = (("granularity", ("tensor", "channel")), ("activations", ("tensor", "token")))
@@ -194,11 +199,11 @@ _MATMUL_HOW = "torch.ops.olq.matmul_*"
 TABLE = (
     Row(
         "matmul", _OURS, _NONE, "cuda", None, None, FLOATS, (0, None), True,
-        (GRADIENT, BIAS), matmul.weight_only, _MATMUL_HOW,
+        (GRADIENT, AUTOCAST, BIAS), matmul.weight_only, _MATMUL_HOW,
     ),
     Row(
         "matmul", _OURS, _NONE, "cpu", None, None, FLOATS, (0, None), False,
-        (GRADIENT, BIAS), matmul.weight_only, _MATMUL_HOW,
+        (GRADIENT, AUTOCAST, BIAS), matmul.weight_only, _MATMUL_HOW,
     ),
     Row(
         "scaled_mm", ("fp8",), _ROWS, "cuda", (9, 0), (10, 0), FLOATS, (1, None), True,

@@ -28,6 +28,15 @@ def test_reference(method, params, dynamic):
     check(method, params, dynamic)
 
 
+def test_autocast():
+    torch._dynamo.reset()
+    layer = loaded("fp8", numbers(1, 32, 64), (32,), activations="token")
+    x = torch.from_numpy(numbers(2, 3, 64))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(x), layer(x))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("method", "params"), METHODS, ids=str)
 def test_matmul(method, params, dynamic):

@@ -19,8 +19,16 @@ W = numbers(1, 32, 64)
 X = torch.from_numpy(numbers(2, 4, 64))
 
 
-def given(device="cuda", capability=(9, 0), dtype=torch.bfloat16, tokens=4, gradient=False, bias=None):
-    return Input(torch.device(device), capability, dtype, tokens, gradient, bias)
+def given(
+    device="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    tokens=4,
+    gradient=False,
+    bias=None,
+    autocast=False,
+):
+    return Input(torch.device(device), capability, dtype, tokens, gradient, bias, autocast)
 
 
 def path_of(method, params, parts=(16, 16), **call):
@@ -42,6 +50,7 @@ def test_weight_only_is_the_reference_on_a_cpu_and_the_operator_on_a_gpu(method)
     assert path_of(method, {}, dtype=torch.float64) == "reference"
     assert path_of(method, {}, gradient=True) == "reference"
     assert path_of(method, {}, dtype=torch.bfloat16, bias=torch.float32) == "reference"
+    assert path_of(method, {}, autocast=True) == "reference"
     assert path_of(method, {}, device="cpu", capability=(0, 0)) == "reference"
     assert path_of(method, {"path": "matmul"}, device="cpu", capability=(0, 0)) == "matmul"
     assert path_of(method, {"path": "reference"}) == "reference"
@@ -256,6 +265,25 @@ def test_a_layer_without_weights_has_no_path():
     layer.quant_method.create_weights(layer, 64, 32, dtype=torch.float32)
     with pytest.raises(StateError, match="before its weights were complete"):
         forward.path(layer, X)
+
+
+def test_a_layer_without_a_method_is_named():
+    with pytest.raises(LayoutError, match="no path was chosen for it") as raised:
+        forward.path(torch.nn.Linear(64, 32), X)
+    assert raised.value.where == "Linear"
+    with pytest.raises(LayoutError, match="has no such quantized weight"):
+        forward.path(loaded("fp8", W, (32,)), X, name="w13")
+
+
+def test_autocast_is_followed_where_x_stays_as_it_is_and_nowhere_else():
+    plain, quantized = loaded("fp8", W, (32,)), loaded("fp8", W, (32,), activations="token")
+    named, want = loaded("fp8", W, (32,), path="matmul"), quantized(X)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert plain(X).dtype == torch.bfloat16
+        assert torch.equal(quantized(X), want)
+        with pytest.raises(ConfigError) as raised:
+            named(X)
+    assert "needs no autocast; found torch.autocast, which F.linear follows" in raised.value.need
 
 
 def test_a_method_of_another_package_is_the_reference():
