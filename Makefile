@@ -96,7 +96,9 @@ bench: $(call with,bench)
 
 bench-gpu: $(call with,bench)
 	$(PY) -m benchmarks.quantize_gpu $(ARGS)
+	$(PY) -m benchmarks.activations_gpu
 	$(PY) -m benchmarks.reload_gpu
+	$(PY) -m benchmarks.load_gpu
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .

@@ -1,8 +1,8 @@
 """Dummy weights: a model that runs, and a load that takes the real path, without a checkpoint.
 
-What stays in high precision is written in place: no old value is read, scratch is 0.6 MiB on a CPU. What is quantized
-online arrives as a checkpoint's weight would: in pieces, through a loader's copy, the counter and the method; so the
-same code runs, the same memory is used, and a later reload finds what a real load would have left.
+What stays in high precision is written in place: no old value is read, scratch is 0.6 MiB on a CPU, none where a kernel
+fills. What is quantized online arrives as a checkpoint's weight would: in pieces, through a loader's copy, the counter
+and the method; so the same code runs, the same memory is used, and a later reload finds what a real load would leave.
 
 Values    docs/formats/dummy.md: a function of (seed, name, index in the unsharded tensor). `compat="vllm"` draws as
           the field does instead.
