@@ -44,6 +44,7 @@ def load(model: nn.Module, weights: Weights, **options: Unpack[LoadOptions]) -> 
         ConfigError: an option is not what it should be, or a pattern matches nothing.
 
     Peak memory while loading, for CPU sources in file order: kernel tensors, one source tensor, 8 MB of workspace.
+    Files for a GPU are read ahead: see `Staging`.
     """
     with Session(model, **options) as session:
         session.load(weights)
