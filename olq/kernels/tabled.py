@@ -21,6 +21,10 @@ CACHE = 32 << 20
 """Bytes of sources between two launches that both read them: less than the second-level cache of large GPUs (an H200
 has 50 MB), so that the second finds there what the first has read. Not tuned."""
 
+LARGE = 16
+"""Jobs between two launches whose sources do not fit there anyway: what follows the first is a tiny launch, whose
+latency they share. Each needs a few KB of scratch."""
+
 
 class Stage:
     """One launch of a group.
@@ -108,7 +112,7 @@ class Group:
         """Jobs that one launch takes."""
         limit = GRID // max(stage.launch.grid[2] for stage in self.stages)
         if len(self.stages) > 1:
-            limit = min(limit, CACHE // self.size)
+            limit = min(limit, CACHE // self.size if 2 * self.size <= CACHE else LARGE)
         return max(limit, 1)
 
     def room(self, limit: int, count: int) -> tuple[Tensor | None, array]:

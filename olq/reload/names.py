@@ -23,7 +23,7 @@ from olq.reload.region import Coverage
 from olq.reload.repeat import Repeat
 from olq.reload.scope import Scope
 from olq.reload.stage import Meter
-from olq.reload.tree import Tree
+from olq.reload.tree import NOTHING, Tree
 
 #: Attribute of a prepared model: names of untied parameters to the name that they were tied to.
 TIES = "quant_ties"
@@ -209,6 +209,9 @@ def collect(
         _choose(tree, scope)
     for name, layer, state in tree.layers:
         state.label = name
+        if repeat is not None:
+            names.layers[name] = layer
+            continue
         if not any(scope.covers(join(name, weight)) for weight in state.plans):
             for weight, plan in state.plans.items():
                 names.stale[join(name, weight)] = math.prod(plan.geometry.shape)
@@ -216,16 +219,17 @@ def collect(
                     _leave(names, join(name, weight + suffix), getattr(layer, weight + suffix))
             continue
         names.layers[name] = layer
-        if repeat is None:
-            names.opener(layer)
+        names.opener(layer)
         for weight_name, parameter in state.load_parameters.items():
             if scope.covers(full := join(name, weight_name)):
                 names.places[full] = layer, weight_name
             else:
                 names.stale[full] = parameter.numel()
                 _leave(names, full, parameter)
-    opened = set(names.layers.values())
-    names.named = [(name, module) for name, module in tree.named if module in opened]
+    if repeat is not None:
+        names.places = {label: (one.layer, one.leaf) for label, one in repeat.targets.items()}
+    layers = set(names.layers.values())
+    names.named = [(name, module) for name, module in tree.named if module in layers]
     _add_plain(tree, names, scope, shadow)
     _untie(tree, names)
     return names
@@ -268,21 +272,23 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def _add_plain(tree: Tree, names: Names, scope: Scope, shadow: str | None) -> None:
     """Everything that is not a quantized weight: parameters, and the buffers that a checkpoint may hold."""
-    seen: dict[object, str] = {
-        id(state_of(layer).load_parameters[weight]): name for name, (layer, weight) in names.places.items()
-    }
-    kernel = set() if names.repeat is None else names.repeat.kernel
-    tensors: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in tree.parameters()]
+    seen: dict[object, str] = {}
+    closed = NOTHING if names.repeat is None else names.repeat.kernel
+    if names.repeat is None:
+        seen = {
+            id(state_of(layer).load_parameters[leaf]): name for name, (layer, leaf) in names.places.items()
+        }
+    tensors: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in tree.parameters(closed)]
     derived = declared(tree)
     unwritten = {join(prefix, name) for prefix, found in tree.notes(UNWRITTEN) for name in found}
-    for name, buffer, persistent in tree.buffers():
+    for name, buffer, persistent in tree.buffers(closed):
         if persistent:
             garbage = name in unwritten and not buffer.is_inference() and not buffer._version
             tensors.append((name, buffer, garbage))
         elif buffer.device.type == "meta" and name not in derived:
             raise _lost_buffer(name)
     for name, tensor, required in tensors:
-        if name in names.places or name in names.outside or name in kernel:
+        if name in names.places or name in names.outside:
             continue
         if name in derived:  # computed at the commit; a saved model may bring it, nobody has to
             if tensor.device.type == "meta":

@@ -70,6 +70,7 @@ class _Weight:
         arrivals: copies that bring it.
         writes: all that these do.
         addresses: of the kernel tensors that jobs were made for.
+        leaves: names of kernel tensors and tag in the layer, once asked for.
     """
 
     made_for: object
@@ -77,6 +78,7 @@ class _Weight:
     arrivals: int = 0
     writes: list[_Write] = field(default_factory=list)
     addresses: tuple[int, ...] = ()
+    leaves: frozenset[str] = frozenset()
 
     def made_at(self, addresses: tuple[int, ...]) -> None:
         """Forget jobs that were made for kernel tensors at other addresses."""
@@ -127,12 +129,13 @@ class Routine:
         return routine if routine.weights and not any(left.values()) else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Target:
     """A weight that a repeat writes.
 
     Args:
-        layer, state: its layer.
+        layer, leaf: its layer, and its name there.
+        state: of the layer.
         method, plan: how it is stored.
         parameter: its load-format parameter.
         tensors: its live kernel tensors by suffix.
@@ -140,6 +143,7 @@ class Target:
     """
 
     layer: nn.Module
+    leaf: str
     state: LayerState
     method: QuantMethod
     plan: WeightPlan
@@ -184,35 +188,37 @@ class Repeat:
         if len(tree.named) != len(tree.modules):
             return None  # a module under two names may be fed under both
         for name, layer, state in tree.layers:
-            method = cast("QuantMethod", layer.quant_method)
+            method: QuantMethod = layer.__dict__["quant_method"]
             if (
                 not state.installed
                 or state.held
-                or not method.judges_later
-                or not quantized.waits(state.device)
+                or not (method.judges_later and quantized.waits(state.device))
             ):
                 return None
-            for weight_name, plan in state.plans.items():
-                weight = routine.weights.get(join(name, weight_name))
-                parameter = state.load_parameters[weight_name]
+            for leaf, plan in state.plans.items():
+                label = join(name, leaf)
+                weight, parameter = routine.weights.get(label), state.load_parameters[leaf]
                 if weight is None or parameter.shape != weight.shape:
                     return None
                 if made_for_parameter(plan, parameter) != weight.made_for:
                     return None
-                tensors = {
-                    suffix: cast("Tensor", layer._parameters[weight_name + suffix]) for suffix in plan.tensors
-                }
-                targets[join(name, weight_name)] = Target(
-                    layer, state, method, plan, parameter, tensors, weight
-                )
+                mine = layer._parameters
+                tensors = {suffix: cast("Tensor", mine[leaf + suffix]) for suffix in plan.tensors}
+                targets[label] = Target(layer, leaf, state, method, plan, parameter, tensors, weight)
         return cls(routine, targets) if len(targets) == len(routine.weights) else None
 
     @property
-    def kernel(self) -> set[str]:
-        """Full names of kernel tensors and their tags."""
-        return {
-            label + suffix for label, one in self.targets.items() for suffix in (*one.tensors, FORMAT_SUFFIX)
-        }
+    def kernel(self) -> dict[nn.Module, frozenset[str]]:
+        """Names of kernel tensors and their tags in each layer."""
+        found: dict[nn.Module, frozenset[str]] = {}
+        for one in self.targets.values():
+            names = one.weight.leaves
+            if not names:
+                names = one.weight.leaves = frozenset(
+                    one.leaf + suffix for suffix in (*one.tensors, FORMAT_SUFFIX)
+                )
+            found[one.layer] = found[one.layer] | names if one.layer in found else names
+        return found
 
     @property
     def complete(self) -> bool:
@@ -292,9 +298,8 @@ class Repeat:
     def check(self) -> None:
         """Raise `LoaderError` if somebody replaced a kernel tensor meanwhile."""
         for label, one in self.targets.items():
-            leaf = label.rpartition(".")[2]
             for suffix, tensor in one.tensors.items():
-                if one.layer._parameters.get(leaf + suffix) is not tensor:
+                if one.layer._parameters.get(one.leaf + suffix) is not tensor:
                     raise LoaderError(
                         "A kernel tensor was replaced while its load was open.",
                         where=label + suffix,

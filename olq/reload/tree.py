@@ -4,14 +4,19 @@
 microseconds of quantizing on a GPU do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from olq.methods.state import LayerState, find_state
 from olq.patterns import join
+
+#: Names of tensors by the module that holds them.
+Without = Mapping[nn.Module, Container[str]]
+NOTHING: Without = MappingProxyType({})
 
 
 class Tree:
@@ -42,18 +47,24 @@ class Tree:
             if attribute in module.__dict__:
                 yield name, module.__dict__[attribute]
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under every name."""
+    def parameters(self, without: Without = NOTHING) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under every name, but those that some modules have under the names in `without`."""
         for prefix, module in self.named:
+            if not module._parameters:
+                continue
+            left_out = without.get(module, ())
             for name, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and name not in left_out:
                     yield join(prefix, name), parameter
 
-    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Every buffer under every name, and whether state dicts hold it."""
+    def buffers(self, without: Without = NOTHING) -> Iterator[tuple[str, Tensor, bool]]:
+        """Every buffer under every name, but those in `without`, and whether state dicts hold it."""
         for prefix, module in self.named:
+            if not module._buffers:
+                continue
+            left_out = without.get(module, ())
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and name not in left_out:
                     yield join(prefix, name), buffer, name not in module._non_persistent_buffers_set
 
 
