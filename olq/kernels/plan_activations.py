@@ -28,6 +28,9 @@ from olq.kernels.tiles import Tile
 _PROGRAMS = 264
 """Two for each of an H200's multiprocessors: below, a tile is better split into rows."""
 
+_LEAST = 128
+"""Elements of a tile: four for each thread of a warp, as instructions that convert four at a time need them."""
+
 
 def quantize_fp8_token(codes: Tensor, scale: Tensor, x: Tensor, power_of_two: bool = False) -> Plan | str:
     """For `olq.activations.quantize_fp8_token`."""
@@ -221,7 +224,8 @@ def _tile(shape: Matrices, down: int, group: int, tall: bool, words: bool, gated
         units //= 2
     across = -(-shape.k // (units * group))
     rows = max(1, (1024 if gated and not tall else 4096) // (units * lanes))
-    while rows > 1 and across * -(-down // rows) * shape.matrices < _PROGRAMS:
+    least_rows = max(1, _LEAST // (units * lanes))
+    while rows > least_rows and across * -(-down // rows) * shape.matrices < _PROGRAMS:
         rows //= 2
     while -(-down // rows) > GRID:
         rows *= 2

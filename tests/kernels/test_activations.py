@@ -112,6 +112,12 @@ def test_every_dtype_and_every_kind_of_number(dtype, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("shape", [(3, 1), (1, 2), (2, 5)], ids=str)
+def test_tiles_of_a_few_elements(shape, device):
+    assert_every_call(weight(*shape), device, 1)
+
+
+@DEVICES
 @pytest.mark.parametrize("group", [1, 2, 7, 16, 33, 100, 4096])
 def test_any_group(group, device):
     x = weight(5, 300)
