@@ -118,7 +118,7 @@ def test_tiles_of_a_few_elements(shape, device):
 
 
 @DEVICES
-@pytest.mark.parametrize("group", [1, 2, 7, 16, 33, 100, 4096])
+@pytest.mark.parametrize("group", [1, 7, 16, 100, 4096])
 def test_any_group(group, device):
     x = weight(5, 300)
     for layout in GROUP_LAYOUTS:
