@@ -99,6 +99,7 @@ bench-gpu: $(call with,bench)
 	$(PY) -m benchmarks.activations_gpu
 	$(PY) -m benchmarks.reload_gpu
 	$(PY) -m benchmarks.load_gpu
+	$(PY) -m benchmarks.forward_gpu
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .

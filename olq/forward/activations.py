@@ -29,8 +29,7 @@ def quantize_fp8(
         x: [M, K].
         activations: "tensor", "token" or "group".
         power_of_two: whether scales are powers of two.
-        rows: M', at least M: rows of the codes, and of the scales for "group". Those after M are
-            there to be multiplied and dropped.
+        rows: M', at least M: rows of the codes, and of the scales for "group". Those after M hold codes 0, scales 1.
 
     Returns:
         codes: uint8 [M', K].
@@ -40,9 +39,7 @@ def quantize_fp8(
     rows = m if rows is None else rows
     if activations == "token" and rows == m:
         return torch.ops.olq.quantize_fp8_token(x, power_of_two)
-    if activations == "group" and (rows == m or m == 1):
-        # One row is quantized as often as rows are asked for: one launch, where filling the others takes two more.
-        x = x if rows == m else x.expand(rows, k)
+    if activations == "group" and rows == m:
         return torch.ops.olq.quantize_fp8_group(x, "mn_major", FP8_UNITS["group"][1], power_of_two)
     codes = x.new_empty(rows, k, dtype=torch.uint8)
     if activations == "group":
