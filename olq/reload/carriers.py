@@ -90,7 +90,7 @@ class CudaCarrier:
             ConfigError: the machine has not that much memory to lock.
         """
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise ConfigError(
                 "There is no page-locked memory for a staging buffer.",

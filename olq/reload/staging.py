@@ -162,9 +162,8 @@ class Staged:
                     files.read(piece, slot)
                     self._send(piece, slot)
         except BaseException as error:  # raised again by the consumer
-            traceback.clear_frames(
-                error.__traceback__
-            )  # which would hold a buffer for as long as the error lives
+            # Its frames would hold a buffer for as long as the error lives.
+            traceback.clear_frames(error.__traceback__)
             self._fail(error, piece)
         finally:
             slot = None
