@@ -39,7 +39,8 @@ from olq.ops.declare import OUT_DTYPES, check_dtype, check_same_device, check_sh
 GROUP = 128
 #: Rows of x that 1x128 scales need a multiple of.
 ROWS_ALIGNMENT = 4
-#: Up to so many rows of x, RowWise scales are applied to a float32 product: cuBLAS is faster without them.
+#: Up to so many rows of x, RowWise scales are applied to a float32 product: cuBLAS is faster without them. Tuned on an
+#: H200 for 8192 x 8192.
 FEW_ROWS = 64
 _E4M3 = torch.float8_e4m3fn
 _PLAIN = [SwizzleType.NO_SWIZZLE]
