@@ -42,7 +42,8 @@ class Path:
     def __str__(self) -> str:
         if self.kernels:
             return f"{self.operator}: {', then '.join(self.kernels)}"
-        return f"{self.operator}: olq.numerics, because {self.reason}"
+        otherwise = "decoded bands and torch.mm" if self.operator.startswith("matmul_") else "olq.numerics"
+        return f"{self.operator}: {otherwise}, because {self.reason}"
 
 
 def path(operator: str, *args: object) -> Path:

@@ -6,6 +6,7 @@ from olq.kernels import plan_activations as activations
 from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
 from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
 from olq.kernels.plan_fp8 import quantize_fp8
+from olq.kernels.plan_linear import matmul_fp8, matmul_mxfp8, matmul_nvfp4, small_limit
 from olq.kernels.plan_product import scale_product
 from olq.kernels.shapes import GRID, Plan
 
@@ -17,6 +18,9 @@ _PLANS: dict[str, Callable[..., Plan | str]] = {
     "dequantize_fp8_": dequantize_fp8,
     "dequantize_mxfp8_": dequantize_mxfp8,
     "dequantize_nvfp4_": dequantize_nvfp4,
+    "matmul_fp8": matmul_fp8,
+    "matmul_mxfp8": matmul_mxfp8,
+    "matmul_nvfp4": matmul_nvfp4,
     "scale_product_": scale_product,
     "quantize_fp8_words_": activations.quantize_fp8_words,
     "silu_mul_quantize_fp8_": activations.silu_mul_quantize_fp8_into,
@@ -39,6 +43,23 @@ TABLE = (
     ("dequantize_fp8_", "any unit", "decode.dequantize_fp8"),
     ("dequantize_mxfp8_", "linear or swizzled", "decode.dequantize_mxfp8"),
     ("dequantize_nvfp4_", "linear or swizzled", "decode.dequantize_nvfp4"),
+    *(
+        (
+            f"matmul_{name}",
+            f"up to {small_limit(name)} rows of x, bfloat16 or float16, {case}",
+            f"linear_small.{kernel}",
+        )
+        for name, case, kernel in (
+            ("fp8", "unit of 16 i columns", "product8"),
+            ("mxfp8", "any layout", "product8"),
+            ("nvfp4", "any layout", "product4"),
+        )
+    ),
+    (
+        "matmul_*",
+        "more rows of x; float32; other units; codes not 8-aligned",
+        "decode.*, then torch.mm, in bands of rows",
+    ),
     ("quantize_fp8_words_", "any group", "activations.quantize_groups"),
     ("quantize_fp8_token", "any", "fp8.quantize_rows"),
     ("quantize_fp8_group", "row_major, groups as quantize_fp8_ has them", "as quantize_fp8_"),

@@ -43,8 +43,8 @@ def operator(
         fake: None for an operator that writes into its arguments, which for tensors without memory does
             nothing; or the function that makes such tensors as the operator returns.
         returns: of the schema, with `fake`: (codes, scale), or one tensor.
-        make: with `fake`: takes the operator's arguments and makes in olq.alloc what it returns. The decorated function
-            takes that before the arguments, and writes it.
+        make: with `fake`: takes the operator's arguments and makes what it returns, kernel tensors in olq.alloc. The
+            decorated function takes that before the arguments, and writes it.
         kernel: olq.kernels may have a kernel for it. On CUDA tensors the function is then only for the calls that
             `olq.kernels.path` says it is for. A kernel also writes the padding of what `make` made.
 
@@ -78,7 +78,7 @@ def operator(
                     outputs = make(*args, **kwargs)
                     if kwargs or not kernels.launch(name, args, outputs):
                         writes(*outputs, *args, **kwargs)
-            return outputs
+            return _returned(outputs)
 
         def checked_fake(*args: object, **kwargs: object) -> object:
             check(*args, **kwargs)
@@ -102,10 +102,14 @@ def _making(make: Callable[..., tuple[Tensor, ...]], writes: _Function) -> _Func
     def function(*args: object, **kwargs: object) -> object:
         outputs = make(*args, **kwargs)
         writes(*outputs, *args, **kwargs)
-        return outputs
+        return _returned(outputs)
 
     function.__name__, function.__doc__ = writes.__name__, writes.__doc__
     return function
+
+
+def _returned(outputs: tuple[Tensor, ...] | None) -> object:
+    return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
 
 
 def fail(operator: str, argument: str, found: object, need: str) -> None:

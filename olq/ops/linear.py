@@ -38,8 +38,8 @@ from olq.ops.declare import (
     operator,
 )
 
-BAND_BYTES = 16 << 20
-"""What the decoded rows of one band may take, unless rows that share a scale take more."""
+BAND_BYTES = 32 << 20
+"""What the decoded rows of one band may take, unless rows that share a scale take more: near what an H200 caches."""
 
 _HEAD = "Tensor x, Tensor codes, Tensor scale"
 _TAIL = "Tensor? bias, int[] parts, int[] starts"
@@ -87,26 +87,31 @@ def _fake(x: Tensor, parts: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape[0], sum(parts))
 
 
+def _making(fake: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:
+    return lambda *args: (fake(*args),)
+
+
 # -- without a kernel ---------------------------------------------------------------------------------------
 
 
 def _multiply(
+    out: Tensor,
     x: Tensor,
     bias: Tensor | None,
     parts: Sequence[int],
     starts: Sequence[int],
     together: int,
     decode: _Decode,
-) -> Tensor:
+) -> None:
     """Decode bands of rows and let torch multiply them.
 
     Args:
+        out: [M, N], written.
         x, bias, parts, starts: the operator's.
         together: rows that share scales stay in one band.
         decode: given a band [rows, K] of x's dtype to write, its part, and its first and last + 1 kernel row.
     """
     k = x.shape[1]
-    out = _fake(x, parts)
     height = band_rows(k, x.element_size(), together)
     memory = x.new_empty(min(height, max(parts, default=0)), k)
     column = 0
@@ -117,7 +122,6 @@ def _multiply(
             decode(w, part, start + first, start + first + count)
             _product(x, w, None if bias is None else bias[there], out[:, there])
             column += count
-    return out
 
 
 def band_rows(k: int, element_size: int, together: int) -> int:
@@ -178,9 +182,15 @@ def _fake_fp8(
 
 
 @operator(
-    f"{_HEAD}, {_TAIL}, int block_rows, int block_columns", _check_fp8, fake=_fake_fp8, returns="Tensor"
+    f"{_HEAD}, {_TAIL}, int block_rows, int block_columns",
+    _check_fp8,
+    fake=_fake_fp8,
+    make=_making(_fake_fp8),
+    returns="Tensor",
+    kernel=True,
 )
 def matmul_fp8(
+    out: Tensor,
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -189,7 +199,7 @@ def matmul_fp8(
     starts: Sequence[int],
     block_rows: int,
     block_columns: int,
-) -> Tensor:
+) -> None:
     """`x @ W.T + bias` for E4M3 codes with float32 scales; decoded as by `dequantize_fp8_`."""
     k = x.shape[1]
     across = -(-k // block_columns) if block_columns else 1
@@ -200,7 +210,7 @@ def matmul_fp8(
         grid = scale[rows] if scale.dim() == 2 else scale[rows, None]
         torch.ops.olq.dequantize_fp8_(codes[first:stop, :k], grid[:, :across], w, block_rows, block_columns)
 
-    return _multiply(x, bias, parts, starts, block_rows, decode)
+    _multiply(out, x, bias, parts, starts, block_rows, decode)
 
 
 def _check_mxfp8(
@@ -231,8 +241,16 @@ def _fake_mxfp8(
     return _fake(x, parts)
 
 
-@operator(f'{_HEAD}, {_TAIL}, str scale_layout="linear"', _check_mxfp8, fake=_fake_mxfp8, returns="Tensor")
+@operator(
+    f'{_HEAD}, {_TAIL}, str scale_layout="linear"',
+    _check_mxfp8,
+    fake=_fake_mxfp8,
+    make=_making(_fake_mxfp8),
+    returns="Tensor",
+    kernel=True,
+)
 def matmul_mxfp8(
+    out: Tensor,
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -240,14 +258,14 @@ def matmul_mxfp8(
     parts: Sequence[int],
     starts: Sequence[int],
     scale_layout: str = "linear",
-) -> Tensor:
+) -> None:
     """`x @ W.T + bias` for E4M3 codes with E8M0 bytes; decoded as by `dequantize_mxfp8_`."""
     k = x.shape[1]
 
     def decode(w: Tensor, part: int, first: int, stop: int) -> None:
         torch.ops.olq.dequantize_mxfp8_(codes[first:stop, :k], scale, w, scale_layout, first, 1, 0)
 
-    return _multiply(x, bias, parts, starts, 1, decode)
+    _multiply(out, x, bias, parts, starts, 1, decode)
 
 
 def _check_nvfp4(
@@ -287,9 +305,12 @@ def _fake_nvfp4(
     f'{_HEAD}, Tensor scale_2, {_TAIL}, str scale_layout="linear"',
     _check_nvfp4,
     fake=_fake_nvfp4,
+    make=_making(_fake_nvfp4),
     returns="Tensor",
+    kernel=True,
 )
 def matmul_nvfp4(
+    out: Tensor,
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -298,7 +319,7 @@ def matmul_nvfp4(
     parts: Sequence[int],
     starts: Sequence[int],
     scale_layout: str = "linear",
-) -> Tensor:
+) -> None:
     """`x @ W.T + bias` for E2M1 codes with E4M3 bytes and float32 scales; decoded as by `dequantize_nvfp4_`."""
     k = x.shape[1]
 
@@ -306,4 +327,4 @@ def matmul_nvfp4(
         packed = codes[first:stop, : -(-k // 2)]
         torch.ops.olq.dequantize_nvfp4_(packed, scale, scale_2[part], w, scale_layout, first, 1, 0)
 
-    return _multiply(x, bias, parts, starts, 1, decode)
+    _multiply(out, x, bias, parts, starts, 1, decode)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("test_batch", 30),
         ("test_dummy", 70),
         ("test_product", 15),
+        ("test_linear", 75),
     ],
 )
 @pytest.mark.skipif(

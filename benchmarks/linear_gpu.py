@@ -1,0 +1,190 @@
+"""How fast olq multiplies by quantized weights on a GPU: against reading the weight, and against a bfloat16 linear.
+
+    python -m benchmarks.linear_gpu [--case mxfp8] [--rounds 15] [--results FILE] [--check]
+
+For each format, 8192 x 8192: first exactness. Rows of x with a single 1 have to give columns of the weight as the
+format's formula decodes it, bit for bit; what differs is not timed. Then, for 1 to 4096 rows of x, rounds in which
+olq's operator, a linear with a bfloat16 weight and a copy of 1 GiB run one after the other; products are replayed from
+CUDA graphs that go through so many copies of the weight that no cache holds one.
+
+share   of olq's time that reading codes and scales would take at the copy's rate (bytes read plus bytes written)
+speed   the bfloat16 linear's time / olq's
+
+Each row is printed, and appended to FILE as a line of JSON with the machine and the versions.
+
+Exit status: 1 if bits differ; 2 without a CUDA device; 3 with --check if a target is missed; else 0.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
+from benchmarks.quantize_gpu import BYTES_DIFFER, MISSED, NO_GPU, environment
+from olq import kernels
+
+_CACHE = 256 << 20  # bytes of copies of a weight: five times an H200's cache
+Row = dict[str, object]
+
+
+def check(case: Case, tensors: tuple[Tensor, ...]) -> str | None:
+    """Compare products of rows with a single 1 with columns of the decoded weight, for several numbers of rows."""
+    w = case.decode(*tensors).to(torch.bfloat16)
+    for m in (1, 8, 16, 200):
+        columns = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(m))[:m].to(w.device)
+        x = torch.zeros(len(columns), w.shape[1], dtype=torch.bfloat16, device=w.device)
+        x[torch.arange(len(columns), device=w.device), columns] = 1.0
+        y, want = case.call(x, tensors) + 0.0, w[:, columns].T + 0.0  # a sum begins with +0
+        wrong = y.view(torch.int16) != want.view(torch.int16)
+        if wrong.any():
+            return f"{int(wrong.sum())} of {wrong.numel()} products differ, {m} rows of x"
+    return None
+
+
+def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """The calls in one CUDA graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for call in calls:
+            call()
+    return captured.replay
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """One run, between two events."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def copies(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """As many equal weights as no cache holds, at least two."""
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    return [tuple(t.clone() for t in tensors) for _ in range(max(2, -(-_CACHE // size)))]
+
+
+def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], m: int, rounds: int) -> Row:
+    """One number of rows of x."""
+    x = torch.randn(m, SHAPE[1], dtype=torch.bfloat16, device="cuda")
+    memory = torch.empty(2, 1 << 29, dtype=torch.bfloat16, device="cuda").random_(0, 3)
+    repeat = 2 if m <= 256 else 1
+
+    def one(weight: tuple[Tensor, ...]) -> Callable[[], object]:
+        return lambda: case.call(x, weight)
+
+    def other(w: Tensor) -> Callable[[], object]:
+        return lambda: functional.linear(x, w)
+
+    runs = {
+        "olq": (graph([one(w) for w in weights * repeat]), len(weights) * repeat),
+        "linear": (graph([other(w) for w in plain * repeat]), len(plain) * repeat),
+        "copy": (lambda: memory[1].copy_(memory[0]), 1),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 2):
+        for name, (run, count) in runs.items():
+            times[name].append(milliseconds(run) / count)
+    olq, linear, copy = (statistics.median(times[name][2:]) for name in runs)
+    rate = 2 * memory[0].numel() * 2 / copy
+    size = sum(t.numel() * t.element_size() for t in weights[0])
+    return {
+        "rows_of_x": m,
+        "us": olq * 1e3,
+        "linear_us": linear * 1e3,
+        "copy_terabytes_a_second": rate / 1e9,
+        "share": size / rate / olq,
+        "share_target": case.share if m <= FEW else None,
+        "speed": linear / olq,
+        "speed_target": case.speed if m == MANY else None,
+        "path": str(kernels.path(case.operator, *arguments(case, x, weights[0]))),
+    }
+
+
+def arguments(case: Case, x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+    """What `olq.kernels.path` is asked about: the result, and the operator's arguments."""
+    n = tensors[0].shape[0]
+    return x.new_empty(x.shape[0], n), x, *tensors, None, [n], [0], *case.rest
+
+
+def missed(row: Row) -> list[str]:
+    """Targets of a row that were not reached, as sentences."""
+    found = []
+    for name in ("share", "speed"):
+        value, target = row[name], row[f"{name}_target"]
+        if isinstance(value, float) and isinstance(target, float) and value < target:
+            found.append(
+                f"{row['case']}, {row['rows_of_x']} rows of x: {name} {value:.2f}, target {target:g}"
+            )
+    return found
+
+
+def line(row: Row) -> str:
+    """One row as text."""
+    return (
+        f"{row['case']:12} {row['rows_of_x']:5} {row['us']:8.1f} us, {row['share']:.2f} of the limit, "
+        f"{row['speed']:.2f}x a bfloat16 linear ({row['linear_us']:.1f} us); {row['path']}"
+    )
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.linear_gpu", description=str(__doc__).split("\n")[0]
+    )
+    parser.add_argument("--case", action="append", choices=[c.name for c in CASES], help="default: all")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--results", type=Path, help="append rows to this file, as JSON lines")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what was asked for, print the rows, return the exit status."""
+    chosen = options(argv)
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing is timed")
+        return NO_GPU
+    machine = environment()
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    plain = [torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda").mul_(0.02) for _ in range(2)]
+    failed, red = [], False
+    for case in CASES:
+        if chosen.case and case.name not in chosen.case:
+            continue
+        tensors = case.quantize(plain[0])
+        difference = check(case, tensors)
+        if difference:
+            print(f"{case.name:12} NOT TIMED: {difference}")
+            red = True
+            continue
+        weights = copies(tensors)
+        for m in ROWS_OF_X:
+            measured = measure(case, weights, plain, m, chosen.rounds)
+            row = {"case": case.name, "shape": f"{SHAPE[0]}x{SHAPE[1]}", **measured, **machine}
+            print(line(row), flush=True)
+            failed += missed(row)
+            if chosen.results:
+                with chosen.results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    for text in failed:
+        print(f"target missed: {text}")
+    if red:
+        return BYTES_DIFFER
+    return MISSED if failed and chosen.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

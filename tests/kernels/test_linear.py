@@ -1,0 +1,148 @@
+"""Products with quantized weights against NumPy's oracles: one-hot rows give the weight, sums err as float32 sums do.
+
+On a CPU the kernels run under Triton's interpreter, in a process of their own (test_interpreter).
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.compare import DEVICES
+from kernels.linear_cases import FORMATS, Weight, largest_error, make, product
+from torch.nn import functional
+
+from olq import kernels
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+FORMS = pytest.mark.parametrize("form", FORMATS)
+
+
+def same(y: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal bits; zeros have no sign, since a sum begins with +0."""
+    return torch.equal((y + 0.0).view(torch.int16), (want + 0.0).view(torch.int16))
+
+
+def one_hot(columns: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.zeros(len(columns), k, dtype=dtype)
+    x[torch.arange(len(columns)), columns] = 1.0
+    return x
+
+
+@DEVICES
+@DTYPES
+@FORMS
+@pytest.mark.parametrize(("parts", "k"), [([20], 100), ([7, 40, 3], 257), ([130], 512)], ids=str)
+def test_one_hot_rows_give_the_decoded_weight(form, parts, k, dtype, device):
+    weight = make(form, parts, k)
+    w = weight.as_dtype(dtype)
+    columns = torch.randperm(k, generator=torch.Generator().manual_seed(1))
+    rows = 16 if device == "cpu" else 5
+    for some in columns.split(rows)[: 3 if device == "cpu" else None]:
+        y = product(weight, one_hot(some, k, dtype), None, device)
+        assert same(y, w[:, some].T), kernels.path(weight.operator, y, *weight.args(y, None))
+
+
+@DEVICES
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_sums_err_no_more_than_float32_sums(device, data):
+    form = data.draw(st.sampled_from(FORMATS))
+    parts = data.draw(st.lists(st.sampled_from([1, 2, 5, 16, 33, 130]), min_size=1, max_size=3))
+    k = data.draw(st.sampled_from([1, 2, 31, 32, 100, 129, 256, 300, 640]))
+    m = data.draw(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 16, 17, 40]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    weight = make(form, parts, k, seed=data.draw(st.integers(0, 9)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    way = data.draw(st.sampled_from(["dense", "columns", "rows", "steps"]))
+    if way == "columns":
+        x = x.t().contiguous().t()
+    elif way == "rows":
+        x = torch.cat([x, x], 1)[:, 1 : k + 1].roll(0)
+        x = torch.randn(m, k + 3, generator=generator).to(dtype)[:, 1 : k + 1]
+    elif way == "steps":
+        x = torch.randn(m, 2 * k, generator=generator).to(dtype)[:, ::2]
+    bias = torch.randn(sum(parts), generator=generator).to(dtype) if data.draw(st.booleans()) else None
+    y = product(weight, x, bias, device)
+    assert y.shape == (m, sum(parts))
+    assert largest_error(y, x, weight.as_dtype(dtype), bias) <= 1.0
+
+
+@DEVICES
+@FORMS
+def test_infinities_and_nans_of_x_spread_as_in_linear(form, device):
+    weight = make(form, [40], 288)
+    w = weight.as_dtype(torch.bfloat16)
+    x = torch.randn(5, 288, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, 3], x[1, 7], x[2, 9], x[2, 200], x[3, 287] = torch.nan, torch.inf, torch.inf, -torch.inf, -torch.inf
+    y, want = product(weight, x, None, device).float(), functional.linear(x.float(), w.float())
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.isinf(), want.isinf())
+    assert torch.equal(y[y.isinf()], want[want.isinf()])
+
+
+def spoiled(weight: Weight, which: int, row: int, column: int, value: float) -> Weight:
+    tensors = [t.clone() for t in weight.tensors]
+    tensors[which][row, column] = value
+    return Weight(weight.operator, tuple(tensors), weight.parts, weight.starts, weight.rest, weight.decoded)
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("form", "which", "value"),
+    [
+        ("fp8 channel", 0, 0x7F),
+        ("fp8 channel", 1, torch.nan),
+        ("mxfp8 linear", 0, 0xFF),
+        ("mxfp8 linear", 1, 255),
+        ("nvfp4 linear", 1, 0x7F),
+    ],
+)
+def test_a_code_or_scale_that_is_no_number_spoils_its_row_and_no_other(form, which, value, device):
+    weight = spoiled(make(form, [40], 256), which, 17, 0, value)
+    y = product(weight, torch.ones(3, 256, dtype=torch.bfloat16), None, device)
+    spoilt = y.isnan().any(0)
+    assert spoilt.nonzero().flatten().tolist() == [17]
+    assert y[:, 17].isnan().all()
+
+
+@DEVICES
+@pytest.mark.parametrize("byte", [0, 1, 127, 253, 254])
+def test_the_ends_of_e8m0(byte, device):
+    weight = make("mxfp8 linear", [16], 64)
+    tensors = (weight.tensors[0], torch.full_like(weight.tensors[1], byte))
+    w = torch.empty(16, 64, dtype=torch.bfloat16)
+    torch.ops.olq.dequantize_mxfp8_(weight.tensors[0][:16, :64], tensors[1], w, "linear", 0, 1, 0)
+    weight = Weight(weight.operator, tensors, [16], [0], weight.rest, weight.decoded)
+    y = product(weight, one_hot(torch.arange(16), 64, torch.bfloat16), None, device)
+    finite = w[:, :16].isfinite().T & w.isfinite().all(1)  # 0 * infinity is no number
+    assert same(torch.where(finite, y, 0), torch.where(finite, w[:, :16].T, 0))
+
+
+@DEVICES
+@pytest.mark.parametrize("s2", [2.0**-149, 2.0**-130, 2.0**-117, 2.0**100, 2.0**118])
+@DTYPES
+def test_tensor_scales_of_any_size(s2, dtype, device):
+    weight = make("nvfp4 linear", [16], 64)
+    tensors = (*weight.tensors[:2], torch.tensor([s2]))
+    w = torch.empty(16, 64, dtype=dtype)
+    torch.ops.olq.dequantize_nvfp4_(weight.tensors[0], tensors[1], tensors[2][0], w, "linear", 0, 1, 0)
+    weight = Weight(weight.operator, tensors, [16], [0], weight.rest, weight.decoded)
+    y = product(weight, one_hot(torch.arange(16), 64, dtype), None, device)
+    finite = w[:, :16].isfinite().T & w.isfinite().all(1)
+    assert same(torch.where(finite, y, 0), torch.where(finite, w[:, :16].T, 0))
+
+
+@DEVICES
+def test_decoders_of_the_oracle_and_of_the_product_are_the_same(device):
+    # Every E4M3 code with one scale, every pair of E2M1 codes with every scale byte.
+    codes = np.arange(256, dtype=np.uint8)
+    every = make("fp8 channel", [256], 64)
+    tensors = (torch.from_numpy(np.repeat(codes[:, None], 64, 1)), torch.full((256, 1), 1.0))
+    weight = Weight(every.operator, tensors, [256], [0], every.rest, every.decoded)
+    y = product(weight, one_hot(torch.tensor([5]), 64, torch.bfloat16), None, device)[0]
+    number = torch.from_numpy(codes & 0x7F != 0x7F)
+    want = torch.from_numpy(codes).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    assert same(y[number], want[number])
+    assert y[~number].isnan().all()

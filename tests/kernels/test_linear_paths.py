@@ -1,0 +1,127 @@
+"""Which way a product goes, what its launches cover, and what the operators refuse. No GPU and no triton needed."""
+
+import pytest
+import torch
+from kernels.linear_cases import FORMATS, make
+
+from numerics.cases import OPS
+from olq import kernels
+from olq.errors import LayoutError
+from olq.kernels import plan_linear, plans
+from olq.kernels.shapes import Plan
+
+FORMS = pytest.mark.parametrize("form", FORMATS)
+
+
+def plan(form: str, m: int, parts: list[int], k: int, dtype: torch.dtype = torch.bfloat16) -> Plan | str:
+    weight = make(form, parts, k)
+    x = torch.zeros(m, k, dtype=dtype)
+    return plans.plan(weight.operator, (x.new_empty(m, sum(parts)), *weight.args(x, None)))
+
+
+@FORMS
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 13, 16])
+@pytest.mark.parametrize(("parts", "k"), [([40], 100), ([128, 256, 7], 4096)], ids=str)
+def test_launches_cover_every_row_and_column_once(form, m, parts, k):
+    found = plan(form, m, parts, k)
+    assert isinstance(found, Plan), found
+    covered = []
+    for one in found.launches:
+        n, width, _, column = one.numbers[1:5]
+        c = one.constants
+        assert width == k
+        assert one.grid[0] * c["BANDS"] * c["ROWS"] >= n > (one.grid[0] - 1) * c["BANDS"] * c["ROWS"]
+        assert one.grid[1] * c["M"] >= m
+        assert c["SPLITS"] * c["STEPS"] * c["COLUMNS"] >= k
+        assert c["EVEN"] == (c["SPLITS"] * c["STEPS"] * c["COLUMNS"] == k)
+        assert c["TOKENS"] % c["M"] == 0
+        assert c["TOKENS"] >= 8
+        assert one.warps == c["SPLITS"] * c["BANDS"]
+        covered += range(column, column + n)
+    assert covered == list(range(sum(parts)))
+
+
+def test_parts_with_one_scale_for_each_row_share_a_launch():
+    for form, launches in (("fp8 channel", 1), ("mxfp8 linear", 1), ("fp8 tensor", 3), ("nvfp4 linear", 3)):
+        found = plan(form, 1, [16, 32, 5], 256)
+        assert isinstance(found, Plan)
+        assert len(found.launches) == launches, form
+    block = plan("fp8 block", 1, [128, 30, 128], 256)
+    assert isinstance(block, Plan)
+    assert [one.numbers[1] for one in block.launches] == [158, 128]  # padding before the last
+
+
+@FORMS
+def test_what_has_no_kernel_says_why(form):
+    limit = plan_linear.small_limit(form.split()[0])
+    many = plan(form, limit + 1, [16], 256)
+    assert many == f"x has {limit + 1} rows, and from {limit + 1} on decoded bands are faster"
+    assert plan(form, 1, [16], 256, torch.float32) == "x is torch.float32, and tensor cores multiply 16 bits"
+    assert plan(form, 0, [16], 256) == "there are no elements"
+
+
+def test_odd_codes_and_odd_units_go_the_other_way():
+    weight = make("fp8 channel", [16], 256)
+    x, out = torch.zeros(1, 250, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
+    codes, scale = weight.tensors
+    args = (out, x, codes[:, 3:], scale, None, [16], [0], 1, 0)
+    assert plans.plan("matmul_fp8", args) == "rows of codes can't be read eight bytes at a time"
+    args = (out, x, codes, torch.ones(16, 6), None, [16], [0], 1, 48)
+    assert isinstance(plans.plan("matmul_fp8", args), Plan)
+    args = (out, x, codes, torch.ones(16, 32), None, [16], [0], 1, 8)
+    assert plans.plan("matmul_fp8", args) == "a scale is for 8 columns, not for a multiple of 16"
+
+
+def test_a_product_on_a_cpu_goes_by_bands_and_says_so(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    weight = make("mxfp8 linear", [16], 64)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    found = str(kernels.path(weight.operator, x.new_empty(1, 16), *weight.args(x, None)))
+    assert found.startswith("matmul_mxfp8: decoded bands and torch.mm, because ")
+
+
+@FORMS
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_operators_are_well_formed(form, m, dtype):
+    weight = make(form, [7, 40], 100)
+    x, bias = torch.randn(m, 100).to(dtype), torch.randn(47).to(dtype)
+    args = weight.args(x, bias)
+    torch.library.opcheck(getattr(OPS, weight.operator).default, args)
+    y = getattr(OPS, weight.operator)(*args)
+    w = weight.as_dtype(dtype)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, w, bias), rtol=1e-2, atol=1e-3)
+
+
+def test_no_rows_and_no_columns_of_a_weight():
+    x = torch.randn(3, 0, dtype=torch.bfloat16)
+    codes, scale = torch.zeros(16, 16, dtype=torch.uint8), torch.ones(16, 1)
+    y = OPS.matmul_fp8(x, codes, scale, torch.ones(5, dtype=torch.bfloat16), [5], [0], 1, 0)
+    assert y.eq(1).all()
+    assert OPS.matmul_fp8(torch.zeros(2, 16), codes, scale, None, [], [], 1, 0).shape == (2, 0)
+    assert OPS.matmul_fp8(torch.zeros(2, 16), codes, scale, None, [0, 3], [0, 4], 1, 0).shape == (2, 3)
+
+
+REFUSED = {
+    "shape (16, 16)": lambda x, c, s: OPS.matmul_fp8(x, c[:, :16], s, None, [16], [0], 1, 0),
+    "at least 64 columns, for the 64 of x": lambda x, c, s: OPS.matmul_fp8(
+        x, c[:, :16], s, None, [16], [0], 1, 0
+    ),
+    "parts within the 16 rows of codes": lambda x, c, s: OPS.matmul_fp8(x, c, s, None, [16], [1], 1, 0),
+    "as many starts as parts": lambda x, c, s: OPS.matmul_fp8(x, c, s, None, [16], [], 1, 0),
+    "shape (2,)": lambda x, c, s: OPS.matmul_fp8(x, c, s, None, [8, 8], [0, 8], 0, 0),
+    "multiples of 128, the rows of a block": lambda x, c, s: OPS.matmul_fp8(x, c, s, None, [8], [8], 128, 0),
+    "shape (16,)": lambda x, c, s: OPS.matmul_fp8(x, c, s, torch.zeros(3), [16], [0], 1, 0),
+    "torch.float32 or torch.bfloat16 or torch.float16": (
+        lambda x, c, s: OPS.matmul_fp8(x.double(), c, s, None, [16], [0], 1, 0)
+    ),
+    "two dimensions": lambda x, c, s: OPS.matmul_fp8(x[0], c, s, None, [16], [0], 1, 0),
+}
+
+
+@pytest.mark.parametrize("needed", REFUSED)
+def test_arguments_that_do_not_fit_are_refused(needed):
+    x, codes, scale = torch.zeros(2, 64), torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 1)
+    with pytest.raises(LayoutError) as error:
+        REFUSED[needed](x, codes, scale)
+    assert needed in str(error.value)
