@@ -229,6 +229,28 @@ def test_what_is_not_finite_is_refused_by_the_commit(method, value):
     assert as_bytes(model) == cold(cpu_sources(4), name, **params)
 
 
+def test_questions_after_the_end_leave_the_model_as_it_is():
+    for end in (Session.commit, Session.abort):
+        model, weights = recorded(), sources(3)
+        session = repeating(model)
+        feed(session, weights)
+        end(session)
+        assert session.status().missing == ()
+        assert session.status().tensors[0].arrived == 80 * 64
+        assert session.touched == ("weight", "norm")
+        assert model.quant_state.open is None
+        for call in (
+            session.commit,
+            session.abort,
+            session.flush,
+            lambda s=session: s.feed("x", activations()),
+        ):
+            with pytest.raises(StateError, match=f"a session that is {session._state}"):
+                call()
+        olq.load(model, iter(sources(4).items()), sources="stable")
+        assert as_bytes(model) == cold(cpu_sources(4))
+
+
 def test_an_abort_before_anything_came_leaves_a_live_model():
     model = recorded()
     before = as_bytes(model)
