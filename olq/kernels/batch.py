@@ -36,7 +36,7 @@ class Job:
     It keeps the memory of its results alive, not that of the source it was made with.
     """
 
-    __slots__ = ("calls", "group", "others")
+    __slots__ = ("__weakref__", "calls", "group", "others")
 
     def __init__(self, calls: Calls, group: Group) -> None:
         self.group = group

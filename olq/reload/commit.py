@@ -88,6 +88,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
         plains = [one for one in names.plain.values() if isinstance(one, PlainParameter)]
         waiting = Shadow(names.layers.values(), plains)
         waiting.put(keep_old=keep_old)
+    names.ended = True
     if repeat is not None:
         repeat.commit()
     else:
@@ -157,6 +158,7 @@ def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow:
         touched: parameters that the load has written.
         shadow: it wrote beside the live ones.
     """
+    names.ended = True
     if names.repeat is not None:
         names.repeat.drop()
     intact = shadow or not touched
@@ -172,7 +174,8 @@ def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow:
 
 def _retire(model: nn.Module, why: str) -> None:
     """Make every layer refuse calls until a load of everything commits; kernel tensors keep their addresses."""
-    for _, layer, _ in layers_of(model):
+    for _, layer, state in layers_of(model):
+        state.jobs.clear()
         online.open_layer(layer)
         online.abort(layer, why=why)
 

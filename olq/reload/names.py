@@ -47,6 +47,7 @@ class Names:
         stale: the parameters among them, each with its number of elements.
         repeat: what writes quantized weights as long as nobody asks for their accounts.
         opener: opens a layer.
+        ended: the load is over: layers stay as they are, whatever is asked.
     """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -60,6 +61,8 @@ class Names:
     stale: dict[str, int] = field(default_factory=dict)
     repeat: Repeat | None = None
     opener: Callable[[nn.Module], online.LayerLoad] = online.open_layer
+    ended: bool = False
+    _after: dict[str, QuantizedWeight] = field(default_factory=dict)
 
     def open(self) -> None:
         """End a repeat: open the layers, and give each weight the account that it would have had."""
@@ -69,6 +72,11 @@ class Names:
         with repeat.lock:
             if self.repeat is None:  # another thread was here
                 return
+            if self.ended:
+                self._after = {label: repeat.account(label) for label in self.places}
+                repeat.hand_over(self._after)
+                self.repeat = None
+                return
             repeat.stop()
             for name, layer in self.layers.items():
                 state = state_of(layer)
@@ -76,25 +84,27 @@ class Names:
                     raise open_already(name)
                 owner, state.owner, state.held = state.owner, None, ""
                 self.opener(layer).owner = owner
-            repeat.hand_over({label: self._weight(*place) for label, place in self.places.items()})
+            repeat.hand_over({label: self._weight(label) for label in self.places})
             self.repeat = None
 
     def find(self, label: str) -> Progress | None:
         """The parameter of this first name."""
-        place = self.places.get(label)
-        if place is None:
+        if label not in self.places:
             return self.plain.get(label)
         self.open()
-        return self._weight(*place)
+        return self._weight(label)
 
     @cached_property
     def weights(self) -> list[QuantizedWeight]:
         """Every quantized weight."""
         self.open()
-        return [self._weight(*place) for place in self.places.values()]
+        return [self._weight(label) for label in self.places]
 
-    def _weight(self, layer: nn.Module, name: str) -> QuantizedWeight:
-        return online.load_of(layer).weights[name]
+    def _weight(self, label: str) -> QuantizedWeight:
+        if self._after:
+            return self._after[label]
+        layer, leaf = self.places[label]
+        return online.load_of(layer).weights[leaf]
 
     @cached_property
     def progress(self) -> list[Progress]:

@@ -56,7 +56,7 @@ class LoadOptions(TypedDict, total=False):
             there is a GPU), while the old weights go on serving; the commit copies them into the live addresses, and
             an error leaves the old model as it was. None loads in place, without extra memory.
         sources: "transient": a source has been consumed when `feed` returns. "stable": sources keep their values until
-            `flush` or the commit, so that replayed ones may be queued.
+            `flush` or the commit, so that replayed ones may be queued, and many be quantized by one launch.
         replay: False runs every loader again, although it was recorded.
         plan_key: called with each name: what else its loader looks at. A recorded plan is used while this is equal.
         measure_error: keep SQNR and worst block of each weight, taken while its source is at hand. Costs a decode.

@@ -10,7 +10,8 @@ state) the layers are opened and get the accounts that they would have had; from
     Repeat    one session's use of it
 """
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import cast
@@ -20,18 +21,23 @@ from torch import Tensor, nn
 
 from olq.errors import LoaderError
 from olq.kernels.batch import Batch, Job, job_of
-from olq.methods.base import QuantMethod, WeightPlan
+from olq.methods.base import Call, QuantMethod, WeightPlan
 from olq.methods.state import FORMAT_SUFFIX, LayerState
 from olq.patterns import join
 from olq.reload import quantized
 from olq.reload.cutting import Piece
 from olq.reload.plans import Copy, Plan, made_for, made_for_parameter
 from olq.reload.quantized import QuantizedWeight
+from olq.reload.stage import Meter
 from olq.reload.tree import Tree
 
-#: Tensors that wait for the first launch. Each launch waits for twice as many, up to the second number: the GPU begins
-#: early, and later launches are few.
-_FIRST, _MOST = 8, 64
+#: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
+#: begins early, is not done with one launch before the next one comes, and later launches are few.
+_FIRST, _MOST = 16, 64
+
+
+def _nothing() -> None:
+    """No job."""
 
 
 @dataclass(slots=True)
@@ -41,14 +47,14 @@ class _Write:
     Args:
         copy: of the plan.
         piece: of the copy.
-        job: all of it but the source's address; None where no kernel does it, or before it was done once.
-        tried: whether `job` has been asked for.
+        job: gives all of it but the source's address, if that is there: the layer's state keeps it.
+        kernel: whether a kernel does it, as far as is known.
     """
 
     copy: Copy
     piece: Piece
-    job: Job | None = None
-    tried: bool = False
+    job: Callable[[], Job | None] = _nothing
+    kernel: bool = True
 
     def source(self, tensor: Tensor) -> Tensor:
         """The piece's elements in a fed tensor."""
@@ -57,7 +63,7 @@ class _Write:
 
     def forget(self) -> None:
         """The job no longer fits."""
-        self.job, self.tried = None, False
+        self.job, self.kernel = _nothing, True
 
 
 @dataclass(slots=True)
@@ -95,6 +101,8 @@ class Routine:
         self.plans: dict[int, Plan] = {}
         self.writes: dict[int, list[_Write]] = {}
         self.weights: dict[str, _Weight] = {}
+        #: Whether a session has used it.
+        self.begun = False
 
     @classmethod
     def of(cls, plans: Iterable[Plan], weights: Iterable[QuantizedWeight]) -> "Routine | None":
@@ -205,7 +213,13 @@ class Repeat:
                 mine = layer._parameters
                 tensors = {suffix: cast("Tensor", mine[leaf + suffix]) for suffix in plan.tensors}
                 targets[label] = Target(layer, leaf, state, method, plan, parameter, tensors, weight)
-        return cls(routine, targets) if len(targets) == len(routine.weights) else None
+        if len(targets) != len(routine.weights):
+            return None
+        if not routine.begun:  # jobs of an older routine are of no more use
+            routine.begun = True
+            for one in targets.values():
+                one.state.jobs.clear()
+        return cls(routine, targets)
 
     @property
     def kernel(self) -> dict[nn.Module, frozenset[str]]:
@@ -253,7 +267,7 @@ class Repeat:
             self._seen[key] = name
             self._queue.append((writes, tensor))
             if len(self._queue) >= self._together:
-                self._together = min(2 * self._together, _MOST)
+                self._together = min(self._together * 3 // 2, _MOST)
                 self._write()
         return True
 
@@ -286,6 +300,14 @@ class Repeat:
         for key, name in self._seen.items():
             for copy in self._routine.plans[key].copies:
                 weights[copy.label].take_over(copy.box, copy.product, copy.elements, name)
+
+    def account(self, label: str) -> QuantizedWeight:
+        """An account of a weight for who asks when all is over; nothing is written through it."""
+        one = self.targets[label]
+        device, meter = one.state.device, Meter()
+        return QuantizedWeight(
+            label, one.parameter, one.method, one.plan, device=device, tensors=one.tensors, meter=meter
+        )
 
     def finite(self) -> bool:
         """Whether all weights are usable: one wait for the GPU."""
@@ -330,13 +352,23 @@ class Repeat:
         target = self.targets[write.copy.label]
         target.weight.made_at(target.addresses)  # a model may be moved between two feeds
         source = write.source(tensor)
-        if write.job is not None and batch.add(write.job, source):
+        job = write.job()
+        if job is not None and batch.add(job, source):
             return
-        if (
-            write.job is not None or not write.tried
-        ):  # never done, or with a source of another alignment or device
-            calls = target.method.calls(source, target.tensors, target.plan, write.piece.target)
-            write.job, write.tried = job_of(calls) if calls else None, True
-            if write.job is not None and batch.add(write.job, source):
-                return
+        if write.kernel:  # never done, or with a source of another alignment or device
+            calls = _calls(target, write.piece, source)
+            job = job_of(calls) if calls else None
+            write.kernel = job is not None
+            if job is not None:
+                target.state.jobs.append(job)
+                write.job = weakref.ref(job)
+                if batch.add(job, source):
+                    return
         target.method.write_(source, target.tensors, target.plan, write.piece.target)
+
+
+def _calls(target: Target, piece: Piece, source: Tensor) -> Sequence[Call] | None:
+    """The calls that write a piece, if the method's `write_` is no more than these."""
+    if type(target.method).write_ is not QuantMethod.write_:
+        return None
+    return target.method.calls(source, target.tensors, target.plan, piece.target)

@@ -75,6 +75,9 @@ class Session:
     def begin(self) -> Self:
         """Open the layers. From here to the commit a forward raises, unless the load is a shadow.
 
+        With stable sources on a GPU, a load that repeats an earlier one leaves its layers in kernel format as long as
+        every tensor is replayed; `counter`, `status` and whatever is new open them.
+
         Raises:
             StateError: the session has begun before, a load of this model is open, or the model is not live and a
                 shadow or partial load needs it to be.

@@ -18,12 +18,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("file", "least"),
     [
-        ("test_bytes", 40),
-        ("test_activations", 40),
-        ("test_batch", 30),
-        ("test_dummy", 70),
-        ("test_product", 15),
-        ("test_linear", 75),
+        ("kernels/test_bytes", 40),
+        ("kernels/test_activations", 40),
+        ("kernels/test_batch", 30),
+        ("kernels/test_dummy", 70),
+        ("kernels/test_product", 15),
+        ("kernels/test_linear", 75),
+        ("reload/test_repeat", 40),
     ],
 )
 @pytest.mark.skipif(
@@ -40,7 +41,7 @@ def test_interpreted_kernels_write_the_references_bytes(file, least):
             "no:cacheprovider",
             "-k",
             "cpu",
-            f"tests/kernels/{file}.py",
+            f"tests/{file}.py",
         ],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

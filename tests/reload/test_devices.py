@@ -73,3 +73,23 @@ def test_a_gpu_model_loads_reloads_and_computes(method):
     assert (
         on_gpu - on_cpu
     ).norm() <= 0.02 * on_cpu.norm()  # the same weights; bfloat16 sums in another order
+
+
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
+def test_a_model_that_is_moved_away_leaves_no_memory_behind(method):
+    """What repeated loads have made ready would otherwise hold the old kernel tensors."""
+    name, params = method
+    with olq.meta_parameters():
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+    olq.prepare(model, olq.QuantConfig(method=name, params=params), device="cuda")
+    weights = {n: torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda") for n in model.state_dict()}
+    for _ in range(3):
+        olq.load(model, weights, sources="stable")
+    taken = torch.cuda.memory_allocated()
+    size = sum(p.nbytes for p in model.parameters())
+    model.cpu()
+    assert taken - torch.cuda.memory_allocated() >= size
+    model.cuda()
+    report = olq.reload(model, weights, sources="stable")
+    assert report.replayed == 8
+    assert all(layer.quant_state.jobs for layer in model)  # made anew
