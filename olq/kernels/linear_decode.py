@@ -77,23 +77,25 @@ def e4m3_values(codes, scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """
     if HARDWARE:
         scale += tl.zeros(codes.shape, tl.float32)
-        if tl.float16 == DTYPE:
-            return tl.inline_asm_elementwise(
-                _EIGHT_FLOAT16, _EIGHT_OPERANDS, [codes, scale], dtype=(tl.float16,) * 8, is_pure=True, pack=1
-            )
+    if HARDWARE and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            _EIGHT_FLOAT16, _EIGHT_OPERANDS, [codes, scale], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+        )
+    elif HARDWARE:
         return tl.inline_asm_elementwise(
             _EIGHT_BFLOAT16, _EIGHT_OPERANDS, [codes, scale], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
         )
-    return (
-        _e4m3(codes, 0, scale, DTYPE),
-        _e4m3(codes, 1, scale, DTYPE),
-        _e4m3(codes, 2, scale, DTYPE),
-        _e4m3(codes, 3, scale, DTYPE),
-        _e4m3(codes, 4, scale, DTYPE),
-        _e4m3(codes, 5, scale, DTYPE),
-        _e4m3(codes, 6, scale, DTYPE),
-        _e4m3(codes, 7, scale, DTYPE),
-    )
+    else:
+        return (
+            _e4m3(codes, 0, scale, DTYPE),
+            _e4m3(codes, 1, scale, DTYPE),
+            _e4m3(codes, 2, scale, DTYPE),
+            _e4m3(codes, 3, scale, DTYPE),
+            _e4m3(codes, 4, scale, DTYPE),
+            _e4m3(codes, 5, scale, DTYPE),
+            _e4m3(codes, 6, scale, DTYPE),
+            _e4m3(codes, 7, scale, DTYPE),
+        )
 
 
 # -- sixteen E2M1 codes -------------------------------------------------------------------------------------
@@ -163,28 +165,30 @@ def block_values(codes, sf, s2, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """
     if HARDWARE:
         s2 += tl.zeros(sf.shape, tl.float32)
-        if tl.float16 == DTYPE:
-            return tl.inline_asm_elementwise(
-                _FLOAT16, _OPERANDS, [codes, sf, s2], dtype=(tl.float16,) * 16, is_pure=True, pack=1
-            )
+    if HARDWARE and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            _FLOAT16, _OPERANDS, [codes, sf, s2], dtype=(tl.float16,) * 16, is_pure=True, pack=1
+        )
+    elif HARDWARE:
         return tl.inline_asm_elementwise(
             _BFLOAT16, _OPERANDS, [codes, sf, s2], dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1
         )
-    return (
-        _e2m1(codes, 0, sf, s2, DTYPE),
-        _e2m1(codes, 2, sf, s2, DTYPE),
-        _e2m1(codes, 4, sf, s2, DTYPE),
-        _e2m1(codes, 6, sf, s2, DTYPE),
-        _e2m1(codes, 8, sf, s2, DTYPE),
-        _e2m1(codes, 10, sf, s2, DTYPE),
-        _e2m1(codes, 12, sf, s2, DTYPE),
-        _e2m1(codes, 14, sf, s2, DTYPE),
-        _e2m1(codes, 1, sf, s2, DTYPE),
-        _e2m1(codes, 3, sf, s2, DTYPE),
-        _e2m1(codes, 5, sf, s2, DTYPE),
-        _e2m1(codes, 7, sf, s2, DTYPE),
-        _e2m1(codes, 9, sf, s2, DTYPE),
-        _e2m1(codes, 11, sf, s2, DTYPE),
-        _e2m1(codes, 13, sf, s2, DTYPE),
-        _e2m1(codes, 15, sf, s2, DTYPE),
-    )
+    else:
+        return (
+            _e2m1(codes, 0, sf, s2, DTYPE),
+            _e2m1(codes, 2, sf, s2, DTYPE),
+            _e2m1(codes, 4, sf, s2, DTYPE),
+            _e2m1(codes, 6, sf, s2, DTYPE),
+            _e2m1(codes, 8, sf, s2, DTYPE),
+            _e2m1(codes, 10, sf, s2, DTYPE),
+            _e2m1(codes, 12, sf, s2, DTYPE),
+            _e2m1(codes, 14, sf, s2, DTYPE),
+            _e2m1(codes, 1, sf, s2, DTYPE),
+            _e2m1(codes, 3, sf, s2, DTYPE),
+            _e2m1(codes, 5, sf, s2, DTYPE),
+            _e2m1(codes, 7, sf, s2, DTYPE),
+            _e2m1(codes, 9, sf, s2, DTYPE),
+            _e2m1(codes, 11, sf, s2, DTYPE),
+            _e2m1(codes, 13, sf, s2, DTYPE),
+            _e2m1(codes, 15, sf, s2, DTYPE),
+        )
