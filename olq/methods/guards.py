@@ -130,7 +130,7 @@ def _move(tensors: dict[str, Tensor], state: LayerState, fn: Function) -> torch.
             state.device,
             probe,
         )
-    state.jobs.clear()  # or the old memory would stay
+    state.made.clear()  # or the old memory would stay
     for tensor in tensors.values():
         tensor.data = tensor.detach().to(probe)
     state.device = probe

@@ -38,8 +38,7 @@ class LayerState:
         method: the method's name, and `reason` why this layer has it.
         open: the running load of this layer, owned by `olq.reload`.
         owner: the session that writes its kernel tensors without opening it; it is held then.
-        jobs: what such sessions have made ready to write these kernel tensors. They keep memory alive, so a move of the
-            layer drops them.
+        made: what such sessions keep ready for the next one, by weight. It holds memory, so a move drops it.
     """
 
     device: torch.device
@@ -54,7 +53,7 @@ class LayerState:
     reason: str = ""
     open: Any = None
     owner: Any = None
-    jobs: list[Any] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
 
     @property
     def installed(self) -> bool:
@@ -90,7 +89,7 @@ class LayerState:
         """What is pickled: parameters with their classes beside them, which torch's own pickling drops."""
         self._check_at_rest()
         classes = {name: _plain_class(parameter) for name, parameter in self.load_parameters.items()}
-        return {**vars(self), "open": None, "jobs": [], "classes": classes}
+        return {**vars(self), "open": None, "made": {}, "classes": classes}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         """Give the parameters their classes back."""

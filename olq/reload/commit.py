@@ -175,7 +175,7 @@ def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow:
 def _retire(model: nn.Module, why: str) -> None:
     """Make every layer refuse calls until a load of everything commits; kernel tensors keep their addresses."""
     for _, layer, state in layers_of(model):
-        state.jobs.clear()
+        state.made.clear()
         online.open_layer(layer)
         online.abort(layer, why=why)
 

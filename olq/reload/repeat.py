@@ -47,7 +47,7 @@ class _Write:
     Args:
         copy: of the plan.
         piece: of the copy.
-        job: gives all of it but the source's address, if that is there: the layer's state keeps it.
+        job: gives all of it but the source's address, if that is there: its target keeps it.
         kernel: whether a kernel does it, as far as is known.
     """
 
@@ -61,10 +61,6 @@ class _Write:
         whole = self.copy.source(tensor)
         return whole if self.piece.index is None else whole[self.piece.index]
 
-    def forget(self) -> None:
-        """The job no longer fits."""
-        self.job, self.kernel = _nothing, True
-
 
 @dataclass(slots=True)
 class _Weight:
@@ -76,7 +72,6 @@ class _Weight:
         arrivals: copies that bring it.
         writes: all that these do.
         addresses: of the kernel tensors that jobs were made for.
-        leaves: names of kernel tensors and tag in the layer, once asked for.
     """
 
     made_for: object
@@ -84,14 +79,6 @@ class _Weight:
     arrivals: int = 0
     writes: list[_Write] = field(default_factory=list)
     addresses: tuple[int, ...] = ()
-    leaves: frozenset[str] = frozenset()
-
-    def made_at(self, addresses: tuple[int, ...]) -> None:
-        """Forget jobs that were made for kernel tensors at other addresses."""
-        if addresses != self.addresses:
-            for write in self.writes:
-                write.forget()
-            self.addresses = addresses
 
 
 class Routine:
@@ -101,8 +88,6 @@ class Routine:
         self.plans: dict[int, Plan] = {}
         self.writes: dict[int, list[_Write]] = {}
         self.weights: dict[str, _Weight] = {}
-        #: Whether a session has used it.
-        self.begun = False
 
     @classmethod
     def of(cls, plans: Iterable[Plan], weights: Iterable[QuantizedWeight]) -> "Routine | None":
@@ -139,30 +124,94 @@ class Routine:
 
 @dataclass(slots=True)
 class Target:
-    """A weight that a repeat writes.
+    """A weight that repeats write. The layer's state keeps it from one to the next, and drops it when it moves.
 
     Args:
-        layer, leaf: its layer, and its name there.
+        routine: that it belongs to, and `weight`, what that knows of it.
+        name: of the layer.
+        layer, leaf: the layer, and the weight's name there.
         state: of the layer.
         method, plan: how it is stored.
-        parameter: its load-format parameter.
-        tensors: its live kernel tensors by suffix.
-        weight: of the routine.
+        parameter: its load-format parameter, and `loader`, that one's loader.
+        tensors: its live kernel tensors by suffix, and `named`, by their names in the layer.
+        label: its full name.
+        leaves: names of its kernel tensors and tag in the layer.
+        jobs: that write it.
     """
 
+    routine: "Routine"
+    weight: _Weight
+    name: str
     layer: nn.Module
     leaf: str
     state: LayerState
     method: QuantMethod
     plan: WeightPlan
     parameter: nn.Parameter
+    loader: object
     tensors: Mapping[str, Tensor]
-    weight: _Weight
+    named: tuple[tuple[str, Tensor], ...]
+    label: str
+    leaves: frozenset[str]
+    jobs: list[Job] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, routine: "Routine", name: str, layer: nn.Module, leaf: str, state: LayerState
+    ) -> "Target | None":
+        """The target for a weight, or None if the routine was made for something else."""
+        label, plan, parameter = join(name, leaf), state.plans[leaf], state.load_parameters[leaf]
+        method: QuantMethod = layer.__dict__["quant_method"]
+        weight = routine.weights.get(label)
+        if weight is None or parameter.shape != weight.shape or not method.judges_later:
+            return None
+        if made_for_parameter(plan, parameter) != weight.made_for:
+            return None
+        tensors = {suffix: cast("Tensor", layer._parameters[leaf + suffix]) for suffix in plan.tensors}
+        return cls(
+            routine,
+            weight,
+            name,
+            layer,
+            leaf,
+            state,
+            method,
+            plan,
+            parameter,
+            vars(parameter).get("weight_loader"),
+            tensors,
+            tuple((leaf + suffix, tensor) for suffix, tensor in tensors.items()),
+            label,
+            frozenset(leaf + suffix for suffix in (*plan.tensors, FORMAT_SUFFIX)),
+        )
+
+    def still(self, routine: "Routine", name: str, layer: nn.Module) -> bool:
+        """Whether nothing has changed that it was made from."""
+        state, leaf, mine = self.state, self.leaf, layer._parameters
+        return (
+            self.routine is routine
+            and self.name == name
+            and self.layer is layer
+            and self.plan is state.plans[leaf]
+            and self.parameter is state.load_parameters[leaf]
+            and self.loader is self.parameter.__dict__.get("weight_loader")
+            and self.method is layer.__dict__["quant_method"]
+            and all(mine.get(key) is tensor for key, tensor in self.named)
+        )
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where its kernel tensors are now."""
         return tuple([tensor.data_ptr() for tensor in self.tensors.values()])
+
+    def follow(self) -> None:
+        """Drop jobs that were made for kernel tensors at other addresses."""
+        addresses = self.addresses
+        if addresses != self.weight.addresses:
+            self.jobs.clear()
+            for write in self.weight.writes:
+                write.kernel = True
+            self.weight.addresses = addresses
 
 
 class Repeat:
@@ -196,42 +245,24 @@ class Repeat:
         if len(tree.named) != len(tree.modules):
             return None  # a module under two names may be fed under both
         for name, layer, state in tree.layers:
-            method: QuantMethod = layer.__dict__["quant_method"]
-            if (
-                not state.installed
-                or state.held
-                or not (method.judges_later and quantized.waits(state.device))
-            ):
+            if not state.installed or state.held or not quantized.waits(state.device):
                 return None
-            for leaf, plan in state.plans.items():
-                label = join(name, leaf)
-                weight, parameter = routine.weights.get(label), state.load_parameters[leaf]
-                if weight is None or parameter.shape != weight.shape:
-                    return None
-                if made_for_parameter(plan, parameter) != weight.made_for:
-                    return None
-                mine = layer._parameters
-                tensors = {suffix: cast("Tensor", mine[leaf + suffix]) for suffix in plan.tensors}
-                targets[label] = Target(layer, leaf, state, method, plan, parameter, tensors, weight)
-        if len(targets) != len(routine.weights):
-            return None
-        if not routine.begun:  # jobs of an older routine are of no more use
-            routine.begun = True
-            for one in targets.values():
-                one.state.jobs.clear()
-        return cls(routine, targets)
+            for leaf in state.plans:
+                target: Target | None = state.made.get(leaf)
+                if target is None or not target.still(routine, name, layer):
+                    target = Target.of(routine, name, layer, leaf, state)
+                    if target is None:
+                        return None
+                    state.made[leaf] = target
+                targets[target.label] = target
+        return cls(routine, targets) if len(targets) == len(routine.weights) else None
 
     @property
     def kernel(self) -> dict[nn.Module, frozenset[str]]:
         """Names of kernel tensors and their tags in each layer."""
         found: dict[nn.Module, frozenset[str]] = {}
         for one in self.targets.values():
-            names = one.weight.leaves
-            if not names:
-                names = one.weight.leaves = frozenset(
-                    one.leaf + suffix for suffix in (*one.tensors, FORMAT_SUFFIX)
-                )
-            found[one.layer] = found[one.layer] | names if one.layer in found else names
+            found[one.layer] = found[one.layer] | one.leaves if one.layer in found else one.leaves
         return found
 
     @property
@@ -319,12 +350,12 @@ class Repeat:
 
     def check(self) -> None:
         """Raise `LoaderError` if somebody replaced a kernel tensor meanwhile."""
-        for label, one in self.targets.items():
-            for suffix, tensor in one.tensors.items():
-                if one.layer._parameters.get(one.leaf + suffix) is not tensor:
+        for one in self.targets.values():
+            for key, tensor in one.named:
+                if one.layer._parameters.get(key) is not tensor:
                     raise LoaderError(
                         "A kernel tensor was replaced while its load was open.",
-                        where=label + suffix,
+                        where=join(one.name, key),
                         found="another object in its place, which this load has not written",
                         need="the parameter that was there when the load began",
                         remedy="replace parameters before a load begins, or after its commit",
@@ -350,7 +381,7 @@ class Repeat:
 
     def _add(self, batch: Batch, write: _Write, tensor: Tensor) -> None:
         target = self.targets[write.copy.label]
-        target.weight.made_at(target.addresses)  # a model may be moved between two feeds
+        target.follow()  # a model may be moved between two feeds
         source = write.source(tensor)
         job = write.job()
         if job is not None and batch.add(job, source):
@@ -360,7 +391,7 @@ class Repeat:
             job = job_of(calls) if calls else None
             write.kernel = job is not None
             if job is not None:
-                target.state.jobs.append(job)
+                target.jobs.append(job)
                 write.job = weakref.ref(job)
                 if batch.add(job, source):
                     return

@@ -97,11 +97,12 @@ def test_sources_that_are_read_twice_take_turns_in_the_cache(device, launches, m
 
 
 @DEVICES
-def test_a_larger_source_than_the_cache_has_a_turn_of_its_own(device, launches, monkeypatch):
+def test_larger_sources_than_the_cache_holds_share_launches_up_to_a_number(device, launches, monkeypatch):
     monkeypatch.setattr(tabled, "CACHE", 1)
+    monkeypatch.setattr(tabled, "LARGE", 2)
     small_sweeps(monkeypatch)
-    assert_written([Spec(METHODS[1], count=2)], device)
-    assert [count for _, count in launches] == [1] * 4
+    assert_written([Spec(METHODS[1], count=3)], device)
+    assert [count for _, count in launches] == [2, 2, 1, 1]
 
 
 @DEVICES

@@ -92,4 +92,4 @@ def test_a_model_that_is_moved_away_leaves_no_memory_behind(method):
     model.cuda()
     report = olq.reload(model, weights, sources="stable")
     assert report.replayed == 8
-    assert all(layer.quant_state.jobs for layer in model)  # made anew
+    assert all(layer.quant_state.made["weight"].jobs for layer in model)  # made anew
