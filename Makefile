@@ -3,10 +3,11 @@
 #   make demo      load a small language model with every method, reload it, print one table
 #   make rl        policy gradients with quantized rollouts, reloaded in place each step; prints, and plots
 #   make test      the test suite                       make test ARGS="tests/layout -k swizzle"
-#   make test-gpu  the tests that need a CUDA device
+#   make test-gpu  the tests that need a CUDA device; appends what they gave to benchmarks/results/verified.jsonl
 #   make check     lint, types, import layers, spelling, docs with warnings as errors
 #   make bench     quantization on this CPU against a copy and against torchao, dummy weights, replay: time and scratch
 #   make bench-gpu kernels on a CUDA device against a copy and torch.compile (PY= an environment with a CUDA torch)
+#   make pages     docs/results.md and docs/verified.md from benchmarks/results
 #   make docs      HTML pages in docs/_build/html
 #   make format    rewrite the code in the project's format
 #   make clean     remove what these commands made, environments included
@@ -21,7 +22,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo rl test test-gpu check lint types imports spelling docs bench bench-gpu format clean
+.PHONY: help demo rl test test-gpu check lint types imports spelling docs bench bench-gpu pages format clean
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -40,7 +41,7 @@ endif
 WORKERS ?= 2
 
 help:
-	@sed -n '3,17p' Makefile | cut -c3-
+	@sed -n '3,18p' Makefile | cut -c3-
 
 # Torch first and alone, then the rest with torch pinned to what is there: a plain "torch" among other requirements
 # would fetch a CUDA build of several gigabytes. A stamp is written last, so a step that broke midway is done again.
@@ -69,7 +70,7 @@ test: $(call with,dev) $(call with,demo)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(call with,dev)
-	$(PY) -m pytest -m cuda --require-gpu $(ARGS)
+	$(PY) -m pytest -m cuda --require-gpu --record benchmarks/results/verified.jsonl $(ARGS)
 
 check: lint types imports spelling docs
 
@@ -100,6 +101,9 @@ bench-gpu: $(call with,bench)
 	$(PY) -m benchmarks.reload_gpu
 	$(PY) -m benchmarks.load_gpu
 	$(PY) -m benchmarks.forward_gpu
+
+pages: $(call with,dev)
+	$(PY) -m benchmarks.pages $(ARGS)
 
 format: $(call with,dev)
 	$(PY) -m ruff check --fix --select I .

@@ -3,7 +3,8 @@
 HYPOTHESIS_PROFILE chooses how property tests draw: `dev` (default: random, few), `ci` (the same examples each
 time), `nightly` (random, many). A test that needs what is not here is skipped and says what it needs.
 
-Kernel-owned memory starts as poison in every test, and a byte of it that nobody wrote fails the test.
+Kernel-owned memory starts as poison in every test, and a byte of it that nobody wrote fails the test. `--record FILE`
+appends what the tests marked `cuda` gave: recording.py.
 """
 
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["olq.testing.poison"]
+pytest_plugins = ["olq.testing.poison", "recording"]
 
 # One example may be slow, the first call of an operator loads code; pytest-timeout bounds the whole test.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
