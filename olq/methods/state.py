@@ -67,7 +67,7 @@ class LayerState:
             self.device,
             self.label,
             live=self.live,
-            held=self.held,
+            held=self.held if self.owner is None else "",
             generation=self.generation,
             reason=self.reason,
         )
@@ -89,7 +89,8 @@ class LayerState:
         """What is pickled: parameters with their classes beside them, which torch's own pickling drops."""
         self._check_at_rest()
         classes = {name: _plain_class(parameter) for name, parameter in self.load_parameters.items()}
-        return {**vars(self), "open": None, "made": {}, "classes": classes}
+        held = self.held if self.owner is None else ""
+        return {**vars(self), "open": None, "owner": None, "held": held, "made": {}, "classes": classes}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         """Give the parameters their classes back."""
@@ -100,7 +101,8 @@ class LayerState:
 
     def _check_at_rest(self) -> None:
         # live: a load beside what serves
-        if self.owner is not None or (self.open is not None and (self.open.started or self.live)):
+        writing = self.owner is not None and self.owner.started
+        if writing or (self.open is not None and (self.open.started or self.live)):
             raise StateError(
                 "A layer can't be copied or pickled while its weights are arriving.",
                 where=self.label,

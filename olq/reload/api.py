@@ -160,6 +160,9 @@ def finalize_layerwise_processing(
         LayoutError: a given tensor does not have its kernel tensor's shape, strides and dtype.
         StateError: no load is open.
     """
+    for _, _, state in layers_of(model):
+        if state.owner is not None:  # a session writes the layer without having opened it
+            state.owner.names.open()
     layers = {name: (layer, state) for name, layer, state in layers_of(model) if state.open is not None}
     if not layers:
         raise StateError(
@@ -177,7 +180,7 @@ def finalize_layerwise_processing(
         _relabel(state, name)
         if text := saved.finish_restored(state.open, name):
             missing.append(text)
-        late = state.open.late
+        late, names.loads[layer] = state.open.late, state.open
         for weight, progress in state.open.weights.items():
             names.places[progress.label] = layer, weight
         names.plain.update((progress.label, progress) for progress in state.open.plains.values())

@@ -145,8 +145,9 @@ def touched(names: Names) -> tuple[str, ...]:
 
 def arrived(names: Names) -> tuple[str, ...]:
     """What has arrived in a load, or was written; an empty parameter never does."""
-    accounts = names.progress if names.repeat is None else names.plain.values()
-    return (*(one.label for one in accounts if one.arrivals), *touched(names))
+    if names.repeat is not None:
+        return (*touched(names), *(one.label for one in names.plain.values() if one.arrivals))
+    return (*(one.label for one in names.progress if one.arrivals), *touched(names))
 
 
 def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow: bool) -> None:
@@ -165,7 +166,11 @@ def give_up(model: nn.Module, names: Names, touched: tuple[str, ...], *, shadow:
     why = f"weights whose load failed, after it had written {len(touched)} parameters: {first(touched, 5)}"
     opened = set(names.layers.values()) if names.repeat is None else set()
     for layer in names.layers.values():
-        state_of(layer).owner = None
+        state = state_of(layer)
+        state.owner = None
+        if names.repeat is not None and not intact:  # its kernel tensors must not pass for weights
+            state.held = ""
+            online.open_layer(layer)
         online.abort(layer, untouched=intact, why=why if touched else "")
     for _, layer, state in layers_of(model):
         if layer not in opened and state.installed:

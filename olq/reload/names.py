@@ -47,6 +47,7 @@ class Names:
         stale: the parameters among them, each with its number of elements.
         repeat: what writes quantized weights as long as nobody asks for their accounts.
         opener: opens a layer.
+        loads: of the layers that were opened.
         ended: the load is over: layers stay as they are, whatever is asked.
     """
 
@@ -61,6 +62,7 @@ class Names:
     stale: dict[str, int] = field(default_factory=dict)
     repeat: Repeat | None = None
     opener: Callable[[nn.Module], online.LayerLoad] = online.open_layer
+    loads: dict[nn.Module, online.LayerLoad] = field(default_factory=dict)
     ended: bool = False
     _after: dict[str, QuantizedWeight] = field(default_factory=dict)
 
@@ -83,7 +85,8 @@ class Names:
                 if state.open is not None:
                     raise open_already(name)
                 owner, state.owner, state.held = state.owner, None, ""
-                self.opener(layer).owner = owner
+                self.loads[layer] = self.opener(layer)
+                self.loads[layer].owner = owner
             repeat.hand_over({label: self._weight(label) for label in self.places})
             self.repeat = None
 
@@ -104,7 +107,7 @@ class Names:
         if self._after:
             return self._after[label]
         layer, leaf = self.places[label]
-        return online.load_of(layer).weights[leaf]
+        return self.loads[layer].weights[leaf]
 
     @cached_property
     def progress(self) -> list[Progress]:
@@ -229,7 +232,7 @@ def collect(
                     _leave(names, join(name, weight + suffix), getattr(layer, weight + suffix))
             continue
         names.layers[name] = layer
-        names.opener(layer)
+        names.loads[layer] = names.opener(layer)
         for weight_name, parameter in state.load_parameters.items():
             if scope.covers(full := join(name, weight_name)):
                 names.places[full] = layer, weight_name

@@ -188,6 +188,8 @@ class WrappedLoader:
         return next((one for one in counter.ledger.find(parameter) if isinstance(one, PlainParameter)), None)
 
     def _load(self, state: LayerState) -> LayerLoad:
+        if state.owner is not None:
+            state.owner.names.open()
         if state.open is None and not state.live and not state.kernel:
             open_layer(self.layer)  # a copy of a layer that was open
         if state.open is None:
@@ -235,6 +237,8 @@ def open_layer(
         plains: accounts that parameters in high precision have already, by full name.
     """
     state = state_of(layer)
+    if state.owner is not None:  # a session writes it without having opened it
+        state.owner.names.open()
     if state.open is not None:
         return state.open
     if state.live:

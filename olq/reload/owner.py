@@ -41,6 +41,11 @@ class Owner:
     names: Names
     shadow: bool
 
+    @property
+    def started(self) -> bool:
+        """Whether anything has arrived."""
+        return bool(commit.arrived(self.names))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is nobody's."""
         return

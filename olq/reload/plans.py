@@ -24,6 +24,7 @@ from olq.reload.progress import Progress
 from olq.reload.quantized import QuantizedWeight
 from olq.reload.region import Box, Masks, intersect, masks, size, whole
 from olq.reload.trace import Trace
+from olq.reload.tree import layers_of
 from olq.reload.views import overlaps_itself, resolve, span
 
 if TYPE_CHECKING:
@@ -126,10 +127,15 @@ class Plans:
 def forget_plans(model: nn.Module) -> None:
     """Let every loader run once more: after a change that loaders see and no plan key tells.
 
+    Also before kernel tensors are moved past torch's `Module.to`, by `parameter.data = ...`: what repeated loads keep
+    ready holds their memory.
+
     Args:
         model: any; without plans nothing happens.
     """
     model.__dict__.pop(PLANS, None)
+    for _, _, state in layers_of(model):
+        state.made.clear()
 
 
 def copies_of(trace: Trace, tensor: Tensor) -> tuple[Copy, ...] | None:

@@ -12,6 +12,7 @@ state) the layers are opened and get the accounts that they would have had; from
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import cast
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from olq.errors import LoaderError
+from olq.kernels import current_stream
 from olq.kernels.batch import Batch, Job, job_of
 from olq.methods.base import Call, QuantMethod, WeightPlan
 from olq.methods.state import FORMAT_SUFFIX, LayerState
@@ -168,6 +170,7 @@ class Target:
         if made_for_parameter(plan, parameter) != weight.made_for:
             return None
         tensors = {suffix: cast("Tensor", layer._parameters[leaf + suffix]) for suffix in plan.tensors}
+        weight.addresses = ()  # jobs of an older target are not for these tensors
         return cls(
             routine,
             weight,
@@ -210,7 +213,7 @@ class Target:
         if addresses != self.weight.addresses:
             self.jobs.clear()
             for write in self.weight.writes:
-                write.kernel = True
+                write.job, write.kernel = _nothing, True
             self.weight.addresses = addresses
 
 
@@ -225,10 +228,15 @@ class Repeat:
     def __init__(self, routine: Routine, targets: dict[str, Target]) -> None:
         self._routine, self.targets = routine, targets
         self._seen: dict[int, str] = {}
+        self._tried: set[int] = set()
         self._queue: list[tuple[list[_Write], Tensor]] = []
         self._together = _FIRST
-        self._streams: dict[torch.cuda.Stream, None] = {}
-        self._devices = {one.state.device for one in targets.values() if one.state.device.type == "cuda"}
+        self._launched: dict[torch.cuda.Stream, None] = {}
+        self._devices = list(
+            {one.state.device for one in targets.values() if one.state.device.type == "cuda"}
+        )
+        self._streams_of_queue: list[int] = []
+        self._objects: list[torch.cuda.Stream] = []
         self._stopped = False
         #: Held while anything is taken, written or handed over.
         self.lock = RLock()
@@ -274,7 +282,7 @@ class Repeat:
     def touched(self) -> tuple[str, ...]:
         """Weights that something has come for."""
         plans = self._routine.plans
-        labels = {copy.label for key in self._seen for copy in plans[key].copies}
+        labels = {copy.label for key in (*self._seen, *self._tried) for copy in plans[key].copies}
         return tuple(label for label in self.targets if label in labels)
 
     def take(self, plan: Plan, name: str, tensor: Tensor) -> bool:
@@ -287,6 +295,9 @@ class Repeat:
 
         Returns:
             False if the plan is not of the routine or has come before, or if the repeat is over.
+
+        Raises:
+            Exception: of a launch. What waited goes on waiting, but for this tensor, which may be fed again.
         """
         key = id(plan)
         writes = self._routine.writes.get(key)
@@ -295,20 +306,34 @@ class Repeat:
         with self.lock:
             if self._stopped or key in self._seen:
                 return False
+            streams = self._current()
+            if (
+                self._queue and streams != self._streams_of_queue
+            ):  # what waits is ready on its own stream, not on this
+                self._write_there()
+            if not self._queue:
+                self._streams_of_queue = streams
+                self._objects = [torch.cuda.current_stream(device) for device in self._devices]
             self._seen[key] = name
             self._queue.append((writes, tensor))
             if len(self._queue) >= self._together:
                 self._together = min(self._together * 3 // 2, _MOST)
-                self._write()
+                try:
+                    self._write()
+                except BaseException:
+                    self._queue.pop()
+                    del self._seen[key]
+                    self._tried.add(key)
+                    raise
         return True
 
     def launch(self) -> None:
         """Write all that waits: it has been enqueued on the current stream when this returns."""
         with self.lock:
-            self._write()
-            for stream in self._streams:
+            self._write_there()
+            for stream in self._launched:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
-            self._streams.clear()
+            self._launched.clear()
 
     def stop(self) -> None:
         """Take nothing more. What has come has been written when this returns, as after `launch`."""
@@ -371,22 +396,40 @@ class Repeat:
             return
         batch = Batch()
         queue, self._queue = self._queue, []
-        with torch.no_grad():
-            for writes, tensor in queue:
-                for write in writes:
-                    self._add(batch, write, tensor)
-            batch.launch()
-        for device in self._devices:
-            self._streams[torch.cuda.current_stream(device)] = None
+        try:
+            with torch.no_grad():
+                for writes, tensor in queue:
+                    for write in writes:
+                        self._add(batch, write, tensor)
+                batch.launch()
+        except BaseException:
+            self._queue = queue  # writing again what was written does no harm
+            raise
+        self._launched.update(dict.fromkeys(self._objects))
+
+    def _write_there(self) -> None:
+        """Write on the streams that were current when the tensors came."""
+        with ExitStack() as stack:
+            if self._queue and self._streams_of_queue != self._current():
+                for stream in self._objects:
+                    stack.enter_context(torch.cuda.stream(stream))
+            self._write()
+
+    def _current(self) -> list[int]:
+        """The current stream of each device."""
+        return [current_stream(device) for device in self._devices]
 
     def _add(self, batch: Batch, write: _Write, tensor: Tensor) -> None:
         target = self.targets[write.copy.label]
         target.follow()  # a model may be moved between two feeds
         source = write.source(tensor)
         job = write.job()
-        if job is not None and batch.add(job, source):
+        plain = (
+            type(source) is Tensor or type(source) is nn.Parameter
+        )  # others may have no memory of their own
+        if plain and job is not None and batch.add(job, source):
             return
-        if write.kernel:  # never done, or with a source of another alignment or device
+        if plain and write.kernel:  # never done, or with a source of another alignment or device
             calls = _calls(target, write.piece, source)
             job = job_of(calls) if calls else None
             write.kernel = job is not None

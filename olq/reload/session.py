@@ -8,6 +8,7 @@ A first load and a reload are the same. On a reload the kernel tensors exist: th
 """
 
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -103,6 +104,10 @@ class Session:
             owner.undo(tree, self._meter)
             raise
         owner.take(self, shadow=bool(shadow))
+        if (
+            self.names.repeat is not None
+        ):  # sources that wait go with the session, though its names stay known
+            weakref.finalize(self, self.names.repeat.drop).atexit = False
         if not shadow:
             commit.hold(tree, "a partial load of other layers of its model is open")
         self._ledger = Ledger(

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
         ("kernels/test_dummy", 70),
         ("kernels/test_product", 15),
         ("kernels/test_linear", 75),
-        ("reload/test_repeat", 40),
+        ("reload/test_repeat", 25),
+        ("reload/test_repeat_attacks", 20),
     ],
 )
 @pytest.mark.skipif(

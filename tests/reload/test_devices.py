@@ -93,3 +93,36 @@ def test_a_model_that_is_moved_away_leaves_no_memory_behind(method):
     report = olq.reload(model, weights, sources="stable")
     assert report.replayed == 8
     assert all(layer.quant_state.made["weight"].jobs for layer in model)  # made anew
+
+
+def test_sources_that_are_ready_on_different_streams_are_read_on_theirs():
+    """What waits is launched on the stream that was current when it came, and the flush waits for all of them."""
+    count = 40
+    with olq.meta_parameters():
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(count)))
+    olq.prepare(model, device="cuda")
+    draw = torch.Generator("cuda").manual_seed(1)
+    right = {
+        f"{i}.weight": torch.randn(256, 256, generator=draw, device="cuda").bfloat16() for i in range(count)
+    }
+    for _ in range(2):
+        olq.load(model, right, sources="stable")
+    wanted = {n: t.clone() for n, t in model.state_dict().items()}
+    olq.load(model, {n: torch.ones_like(t) for n, t in right.items()}, sources="stable")
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    buffers = {n: torch.zeros_like(t) for n, t in right.items()}
+    torch.cuda.synchronize()
+    with olq.session(model, sources="stable") as session:
+        assert session.names.repeat is not None
+        for i, (name, tensor) in enumerate(right.items()):
+            with torch.cuda.stream(first if i < 10 else second):
+                if i == 0:
+                    torch.cuda._sleep(200_000_000)
+                buffers[name].copy_(tensor)
+                session.feed(name, buffers[name])
+        session.flush()
+        for buffer in buffers.values():
+            buffer.zero_()  # on this stream, which the flush has made wait
+        report = session.commit()
+    assert report.replayed == count
+    assert all(torch.equal(t, wanted[n]) for n, t in model.state_dict().items())
