@@ -45,10 +45,18 @@ class Share:
     registers: int = 0
 
 
+_WIDE_8 = Share(4, 1, 32, 128)
+_WIDE_4 = Share(4, 1, 32, 256)
 SMALL = {
-    "fp8": {1: Share(4, 1, 16, 256, 2), 8: Share(4, 1, 16, 256), 16: Share(8, 1, 32, 128)},
-    "mxfp8": {1: Share(4, 1, 16, 256, 2), 8: Share(4, 1, 16, 256), 16: Share(4, 1, 32, 128)},
-    "nvfp4": {1: Share(4, 1, 16, 256, 1), 8: Share(4, 1, 32, 256), 16: Share(4, 1, 32, 256)},
+    "fp8": {
+        1: Share(4, 1, 16, 256, stages=2),
+        8: Share(4, 1, 16, 256),
+        16: Share(8, 1, 32, 128, registers=128),
+        32: _WIDE_8,
+        64: _WIDE_8,
+    },
+    "mxfp8": {1: Share(4, 1, 16, 256, stages=2), 8: _WIDE_8, 16: _WIDE_8, 32: _WIDE_8, 64: _WIDE_8},
+    "nvfp4": {1: _WIDE_4, 8: _WIDE_4, 16: _WIDE_4, 32: _WIDE_4},
 }
 """By format, and by rows of x up to which it is the choice; for more than the last there is no kernel."""
 

@@ -100,7 +100,8 @@ def test_bands_take_bounded_memory():
 def test_a_second_call_is_launched_without_tritons_front():
     for form in FORMATS:
         weight, _, _, args = on_gpu(form, 5, [64, 48], 512)
-        getattr(OPS, weight.operator)(*args)
-        renewed = kernels.renew(weight.operator, args)
-        assert renewed is not None
-        assert torch.equal(renewed[0], getattr(OPS, weight.operator)(*args))
+        want = getattr(OPS, weight.operator)(*args)
+        # torch hands an operator no last arguments that have their default values.
+        renewed = kernels.renew(weight.operator, args[:-1] if args[-1] == "linear" else args)
+        assert renewed is not None, form
+        assert torch.equal(renewed[0], want)
