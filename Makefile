@@ -98,6 +98,7 @@ bench: $(call with,bench)
 bench-gpu: $(call with,bench)
 	$(PY) -m benchmarks.quantize_gpu $(ARGS)
 	$(PY) -m benchmarks.activations_gpu
+	$(PY) -m benchmarks.linear_gpu
 	$(PY) -m benchmarks.reload_gpu
 	$(PY) -m benchmarks.load_gpu
 	$(PY) -m benchmarks.forward_gpu
