@@ -4,7 +4,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -214,9 +214,7 @@ def collect(
         ConfigError: a pattern of the scope matches nothing.
     """
     names = Names(repeat=repeat)
-    names.opener = lambda layer: online.open_layer(
-        layer, meter=meter, measure=measure, shadow=shadow, plains=names.plain
-    )
+    names.opener = partial(online.open_layer, meter=meter, measure=measure, shadow=shadow, plains=names.plain)
     scope = scope or Scope()
     if scope.partial:
         _choose(tree, scope)

@@ -7,6 +7,7 @@ Live    kernel tensors stand in the module.
 whether the kernel tensors exist already.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from threading import Lock
@@ -68,7 +69,8 @@ class LayerLoad:
         self.owner: Any = None
         #: Parameters that were registered after the load began: their loader may have run unseen.
         self.late: list[Progress] = []
-        self.ledger = Ledger(later=lambda: self.weights.values())
+        me = weakref.ref(self)  # or the load, and what it has written, would wait for the garbage collector
+        self.ledger = Ledger(later=lambda: load.weights.values() if (load := me()) is not None else ())
         self.scan(layer, state, plains or {})
         self.late.clear()
 

@@ -71,6 +71,8 @@ def release(session: "Session") -> None:
     owner = session.model.__dict__.get(OWNER)
     if owner is not None and owner.session() is session:
         del session.model.__dict__[OWNER]
+    for load in session.names.loads.values():
+        load.owner = None  # or they would hold each other
 
 
 def make_way(tree: Tree) -> None:

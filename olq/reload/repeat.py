@@ -35,7 +35,7 @@ from olq.reload.tree import Tree
 
 #: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
 #: begins early, is not done with one launch before the next one comes, and later launches are few.
-_FIRST, _MOST = 16, 64
+_FIRST, _MOST = 16, 128
 
 
 def _nothing() -> None:

@@ -110,9 +110,8 @@ class Session:
             weakref.finalize(self, self.names.repeat.drop).atexit = False
         if not shadow:
             commit.hold(tree, "a partial load of other layers of its model is open")
-        self._ledger = Ledger(
-            (*self.names.plain.values(), *self.names.outside.values()), later=lambda: self.names.weights
-        )
+        names = self.names  # not the session: it would keep itself alive
+        self._ledger = Ledger((*names.plain.values(), *names.outside.values()), later=lambda: names.weights)
         self._replay = Replay(
             self.model,
             self.names,

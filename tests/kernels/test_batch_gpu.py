@@ -61,7 +61,7 @@ def test_a_batch_runs_on_the_current_stream():
         fresh = Weights(specs(), "cuda", seed)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(1_000_000_000)  # longer than the CPU takes for what follows
             for source, new in zip(weights.sources, fresh.sources, strict=True):
                 source.copy_(new)
             waiting_for(weights, jobs).launch()

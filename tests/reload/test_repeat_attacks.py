@@ -3,6 +3,9 @@
 On the CPU, where nothing waits for a GPU, weights are told to be judged later as on one.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -181,10 +184,26 @@ def test_calls_of_the_engines_own_loop_open_the_layers():
         assert as_bytes(model) == cold(cpu_sources(3))
 
 
-def test_sources_that_wait_go_with_a_session_that_is_dropped():
-    import gc
-    import weakref
+def test_a_session_is_gone_when_nobody_holds_it():
+    """Without the garbage collector: what it holds is as large as a model."""
+    model = recorded()
+    gc.collect()
+    gc.disable()
+    try:
+        for begin in (repeating, regular):
+            session = begin(model)
+            feed(session, sources(3))
+            names = weakref.ref(session.names)
+            session.commit()
+            loads = [weakref.ref(load) for load in session.names.loads.values()]
+            del session
+            assert names() is None
+            assert [load() for load in loads] == [None] * (begin is regular)
+    finally:
+        gc.enable()
 
+
+def test_sources_that_wait_go_with_a_session_that_is_dropped():
     model, tensor = recorded(), sources(3)["q"]
     alive = weakref.ref(tensor)
     session = repeating(model)
@@ -293,9 +312,6 @@ def test_after_another_way_to_load_the_routine_is_gone_until_plans_cover_all_aga
 
 
 def test_what_waits_is_bounded_and_freed():
-    import gc
-    import weakref
-
     class Many(nn.Module):
         def __init__(self, count: int) -> None:
             super().__init__()
