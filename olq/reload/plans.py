@@ -28,7 +28,7 @@ from olq.reload.tree import layers_of
 from olq.reload.views import overlaps_itself, resolve, span
 
 if TYPE_CHECKING:
-    from olq.reload.repeat import Routine
+    from olq.reload.routine import Routine
 
 #: Attribute of a model that holds its `Plans`.
 PLANS = "quant_plans"

@@ -1,220 +1,36 @@
 """A reload that repeats an earlier one tensor by tensor: no layer is opened for it, and no account kept but what came.
 
-If in one load all bytes of all quantized weights came by plans, these plans are a *routine*: each of them once is a
-whole load again, without overlap. A session that begins on such a model, with stable sources on a GPU, leaves the
-layers in kernel format, uncallable, and ticks plans off. The bytes go to the live kernel tensors with one launch for
-many tensors. As soon as anything else comes (an unknown name, another shape, a second arrival, a question about the
-state) the layers are opened and get the accounts that they would have had; from there on it is a load like any other.
-
-    Routine   kept on a model, with its plans, from one commit to the next
-    Repeat    one session's use of it
+A session that begins on a model with a routine, with stable sources on a GPU, leaves the layers in kernel format,
+uncallable, and ticks plans off. The bytes go to the live kernel tensors with one launch for many tensors. As soon as
+anything else comes (an unknown name, another shape, a second arrival, a question about the state) the layers are opened
+and get the accounts that they would have had; from there on it is a load like any other.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from threading import RLock
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from olq.errors import LoaderError
 from olq.kernels import current_stream
-from olq.kernels.batch import Batch, Job, job_of
-from olq.methods.base import Call, QuantMethod, WeightPlan
-from olq.methods.state import FORMAT_SUFFIX, LayerState
+from olq.kernels.batch import Batch
 from olq.patterns import join
 from olq.reload import quantized
-from olq.reload.cutting import Piece
-from olq.reload.plans import Copy, Plan, made_for, made_for_parameter
+from olq.reload.plans import Plan
 from olq.reload.quantized import QuantizedWeight
+from olq.reload.routine import Routine, Target, Write
 from olq.reload.stage import Meter
 from olq.reload.tree import Tree
+
+if TYPE_CHECKING:
+    from olq.methods.base import QuantMethod
 
 #: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
 #: begins early, is not done with one launch before the next one comes, and later launches are few.
 _FIRST, _MOST = 16, 128
-
-
-def _nothing() -> None:
-    """No job."""
-
-
-@dataclass(slots=True)
-class _Write:
-    """One piece of one copy of a plan.
-
-    Args:
-        copy: of the plan.
-        piece: of the copy.
-        job: gives all of it but the source's address, if that is there: its target keeps it.
-        kernel: whether a kernel does it, as far as is known.
-    """
-
-    copy: Copy
-    piece: Piece
-    job: Callable[[], Job | None] = _nothing
-    kernel: bool = True
-
-    def source(self, tensor: Tensor) -> Tensor:
-        """The piece's elements in a fed tensor."""
-        whole = self.copy.source(tensor)
-        return whole if self.piece.index is None else whole[self.piece.index]
-
-
-@dataclass(slots=True)
-class _Weight:
-    """A weight of a routine.
-
-    Args:
-        made_for: as in `Copy`.
-        shape: of its parameter.
-        arrivals: copies that bring it.
-        writes: all that these do.
-        addresses: of the kernel tensors that jobs were made for.
-    """
-
-    made_for: object
-    shape: torch.Size
-    arrivals: int = 0
-    writes: list[_Write] = field(default_factory=list)
-    addresses: tuple[int, ...] = ()
-
-
-class Routine:
-    """Plans that together bring every quantized weight of a model, each element once."""
-
-    def __init__(self) -> None:
-        self.plans: dict[int, Plan] = {}
-        self.writes: dict[int, list[_Write]] = {}
-        self.weights: dict[str, _Weight] = {}
-
-    @classmethod
-    def of(cls, plans: Iterable[Plan], weights: Iterable[QuantizedWeight]) -> "Routine | None":
-        """The routine of a load that is complete.
-
-        Args:
-            plans: what came, each once; its elements did not overlap, since coverage refuses that.
-            weights: all quantized weights of the model.
-
-        Returns:
-            None if a weight also came in another way, was staged, or brings others along.
-        """
-        routine, left = cls(), {one.label: one.coverage.total for one in weights}
-        for one in weights:
-            if one.followers or one.staged_elements:
-                return None
-            routine.weights[one.label] = _Weight(made_for(one), one.parameter.shape)
-        for plan in plans:
-            if not plan.copies or all(copy.label not in left for copy in plan.copies):
-                continue
-            routine.plans[id(plan)], writes = plan, []
-            for copy in plan.copies:
-                weight = routine.weights.get(copy.label)
-                if weight is None or copy.shape != weight.shape or copy.made_for != weight.made_for:
-                    return None
-                left[copy.label] -= copy.elements
-                weight.arrivals += 1
-                found = [_Write(copy, piece) for piece in copy.pieces]
-                weight.writes += found
-                writes += found
-            routine.writes[id(plan)] = writes
-        return routine if routine.weights and not any(left.values()) else None
-
-
-@dataclass(slots=True)
-class Target:
-    """A weight that repeats write. The layer's state keeps it from one to the next, and drops it when it moves.
-
-    Args:
-        routine: that it belongs to, and `weight`, what that knows of it.
-        name: of the layer.
-        layer, leaf: the layer, and the weight's name there.
-        state: of the layer.
-        method, plan: how it is stored.
-        parameter: its load-format parameter, and `loader`, that one's loader.
-        tensors: its live kernel tensors by suffix, and `named`, by their names in the layer.
-        label: its full name.
-        leaves: names of its kernel tensors and tag in the layer.
-        jobs: that write it.
-    """
-
-    routine: "Routine"
-    weight: _Weight
-    name: str
-    layer: nn.Module
-    leaf: str
-    state: LayerState
-    method: QuantMethod
-    plan: WeightPlan
-    parameter: nn.Parameter
-    loader: object
-    tensors: Mapping[str, Tensor]
-    named: tuple[tuple[str, Tensor], ...]
-    label: str
-    leaves: frozenset[str]
-    jobs: list[Job] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, routine: "Routine", name: str, layer: nn.Module, leaf: str, state: LayerState
-    ) -> "Target | None":
-        """The target for a weight, or None if the routine was made for something else."""
-        label, plan, parameter = join(name, leaf), state.plans[leaf], state.load_parameters[leaf]
-        method: QuantMethod = layer.__dict__["quant_method"]
-        weight = routine.weights.get(label)
-        if weight is None or parameter.shape != weight.shape or not method.judges_later:
-            return None
-        if made_for_parameter(plan, parameter) != weight.made_for:
-            return None
-        tensors = {suffix: cast("Tensor", layer._parameters[leaf + suffix]) for suffix in plan.tensors}
-        weight.addresses = ()  # jobs of an older target are not for these tensors
-        return cls(
-            routine,
-            weight,
-            name,
-            layer,
-            leaf,
-            state,
-            method,
-            plan,
-            parameter,
-            vars(parameter).get("weight_loader"),
-            tensors,
-            tuple((leaf + suffix, tensor) for suffix, tensor in tensors.items()),
-            label,
-            frozenset(leaf + suffix for suffix in (*plan.tensors, FORMAT_SUFFIX)),
-        )
-
-    def still(self, routine: "Routine", name: str, layer: nn.Module) -> bool:
-        """Whether nothing has changed that it was made from."""
-        state, leaf, mine = self.state, self.leaf, layer._parameters
-        return (
-            self.routine is routine
-            and self.name == name
-            and self.layer is layer
-            and self.plan is state.plans[leaf]
-            and self.parameter is state.load_parameters[leaf]
-            and self.loader is self.parameter.__dict__.get("weight_loader")
-            and self.method is layer.__dict__["quant_method"]
-            and all(mine.get(key) is tensor for key, tensor in self.named)
-        )
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where its kernel tensors are now."""
-        return tuple([tensor.data_ptr() for tensor in self.tensors.values()])
-
-    def follow(self) -> None:
-        """Drop jobs that were made for kernel tensors at other addresses."""
-        addresses = self.addresses
-        if addresses != self.weight.addresses:
-            self.jobs.clear()
-            for write in self.weight.writes:
-                write.job, write.kernel = _nothing, True
-            self.weight.addresses = addresses
 
 
 class Repeat:
@@ -229,7 +45,7 @@ class Repeat:
         self._routine, self.targets = routine, targets
         self._seen: dict[int, str] = {}
         self._tried: set[int] = set()
-        self._queue: list[tuple[list[_Write], Tensor]] = []
+        self._queue: list[tuple[list[Write], Tensor]] = []
         self._together = _FIRST
         self._launched: dict[torch.cuda.Stream, None] = {}
         self._devices = list(
@@ -400,7 +216,7 @@ class Repeat:
             with torch.no_grad():
                 for writes, tensor in queue:
                     for write in writes:
-                        self._add(batch, write, tensor)
+                        self.targets[write.copy.label].add(batch, write, tensor)
                 batch.launch()
         except BaseException:
             self._queue = queue  # writing again what was written does no harm
@@ -418,31 +234,3 @@ class Repeat:
     def _current(self) -> list[int]:
         """The current stream of each device."""
         return [current_stream(device) for device in self._devices]
-
-    def _add(self, batch: Batch, write: _Write, tensor: Tensor) -> None:
-        target = self.targets[write.copy.label]
-        target.follow()  # a model may be moved between two feeds
-        source = write.source(tensor)
-        job = write.job()
-        plain = (
-            type(source) is Tensor or type(source) is nn.Parameter
-        )  # others may have no memory of their own
-        if plain and job is not None and batch.add(job, source):
-            return
-        if plain and write.kernel:  # never done, or with a source of another alignment or device
-            calls = _calls(target, write.piece, source)
-            job = job_of(calls) if calls else None
-            write.kernel = job is not None
-            if job is not None:
-                target.jobs.append(job)
-                write.job = weakref.ref(job)
-                if batch.add(job, source):
-                    return
-        target.method.write_(source, target.tensors, target.plan, write.piece.target)
-
-
-def _calls(target: Target, piece: Piece, source: Tensor) -> Sequence[Call] | None:
-    """The calls that write a piece, if the method's `write_` is no more than these."""
-    if type(target.method).write_ is not QuantMethod.write_:
-        return None
-    return target.method.calls(source, target.tensors, target.plan, piece.target)

@@ -26,7 +26,7 @@ from olq.reload.names import Names
 from olq.reload.plans import PLANS, Copy, Key, Plan, PlanKey, Plans, copies_of, key_of
 from olq.reload.progress import PlainParameter, Progress, Stored, note_lost
 from olq.reload.quantized import QuantizedWeight
-from olq.reload.repeat import Routine
+from olq.reload.routine import Routine
 from olq.reload.trace import Trace
 
 

@@ -10,7 +10,7 @@ from olq.reload.derived import undeclared
 from olq.reload.names import Names
 from olq.reload.progress import PlainParameter
 from olq.reload.quantized import QuantizedWeight
-from olq.reload.repeat import Target
+from olq.reload.routine import Target
 from olq.reload.tree import Tree
 from olq.report import KeptReport, Report, Status, TensorStatus, WeightReport
 

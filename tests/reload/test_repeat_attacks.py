@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import olq
 from olq.errors import LoaderError, OlqError, StateError
-from olq.reload import repeat
+from olq.reload import repeat, routine
 from olq.reload.session import Session
 from olq.reload.tree import Tree
 from reload.engine_layers import OneWeight, weight
@@ -140,8 +140,8 @@ def test_a_launch_that_failed_is_made_again(monkeypatch):
             raise torch.OutOfMemoryError("no room for a table")
         return whole(self, *args)
 
-    whole = repeat.Repeat._add
-    monkeypatch.setattr(repeat.Repeat, "_add", launch)
+    whole = routine.Target.add
+    monkeypatch.setattr(routine.Target, "add", launch)
     monkeypatch.setattr(repeat, "_FIRST", 2)
     monkeypatch.setattr(repeat, "_MOST", 2)
     session = repeating(model)
