@@ -59,8 +59,9 @@ def launches(
 ) -> Iterator[tuple[Launch, int]]:
     """Launches of one box, each with the offset of its first element."""
     *outer, (length, run_stride, _) = dims
-    # Tiles have rows of the dimension that is nearest in memory; two more are in the grid, others are walked here.
-    outer.sort(key=lambda dim: dim[1])
+    # Tiles have rows of the dimension that is nearest in memory, or of one that is too long for the rest of the grid;
+    # two more are in the grid, others are walked here.
+    outer.sort(key=lambda dim: (dim[0] <= GRID, dim[1]))
     row, *others = outer or [(1, 0, 0)]
     inner = [(1, 0, 0)] * 2
     walked: list[Dim] = []
