@@ -15,26 +15,22 @@ Each row is printed, and appended to FILE as a line of JSON with the machine and
 Exit status: 1 if bytes differ; 2 without a CUDA device; else 0.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import gpu_cases as formulas
+from benchmarks import runner
 from benchmarks.quantize_cpu import first_difference
-from benchmarks.quantize_gpu import environment
 from olq import activations, kernels
 from olq.numerics.random import UniformFill
 from olq.numerics.silu import COEFFICIENTS, LN2_HIGH, LN2_LOW, LOG2_E
 
-BYTES_DIFFER, NO_GPU = 1, 2
 SHAPES = ((4096, 8192), (16, 8192))
 DUMMY = (16384, 8192)
 DUMMY_TYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -265,18 +261,12 @@ def activation_of(case: Case, shape: tuple[int, int], device: str) -> Tensor:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what was asked for, print the rows, return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.activations_gpu", description=str(__doc__).split("\n")[0]
-    )
     names = [case.name for case in CASES] + [f"dummy {dtype}" for dtype in DUMMY_TYPES]
-    parser.add_argument("--case", action="append", choices=names, help="default: all")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--results", type=Path, help="append rows to this file, as JSON lines")
-    chosen = parser.parse_args(argv)
+    chosen = runner.options(argv, "activations_gpu", str(__doc__), cases=names, rounds=15, check=False)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing is timed")
-        return NO_GPU
-    machine, red = environment(), False
+        return runner.NO_GPU
+    machine, red = runner.environment(), False
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
 
     def finish(name: str, shape: tuple[int, int], difference: str | None, measure: Callable[[], Row]) -> None:
@@ -289,11 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         row = measure()
         words = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print(f"{head} {words}", flush=True)
-        if chosen.results:
-            with chosen.results.open("a") as file:
-                file.write(
-                    json.dumps({"case": name, "shape": f"{shape[0]}x{shape[1]}", **row, **machine}) + "\n"
-                )
+        runner.keep({"case": name, "shape": f"{shape[0]}x{shape[1]}", **row, **machine}, chosen.results)
 
     for shape in SHAPES:
         for case in CASES:
@@ -304,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         if not chosen.case or f"dummy {dtype}" in chosen.case:
             different = check_dummy(dtype, "cuda")
             finish(f"dummy {dtype}", DUMMY, different, lambda d=dtype: dummy(d, chosen.rounds))
-    return BYTES_DIFFER if red else 0
+    return runner.WRONG if red else 0
 
 
 if __name__ == "__main__":

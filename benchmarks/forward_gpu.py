@@ -20,24 +20,20 @@ Exit status: 1 if values are off; 2 without a CUDA device of compute capability 
 missed; else 0.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import olq
-from benchmarks.quantize_gpu import environment
+from benchmarks import runner
 from olq import forward
 from olq.forward import scaled, scaled_fp8
 from olq.forward.activations import quantize_fp8
 
-VALUES_OFF, NO_GPU, MISSED = 1, 2, 3
 N = K = 8192
 LAYERS = 8  # of 64 MiB each; an H200 has an L2 cache of 50 MB
 LARGE, SMALL = 4096, (1, 16)
@@ -204,25 +200,13 @@ def line(row: Row) -> str:
     )
 
 
-def options(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.forward_gpu", description=str(__doc__).split("\n")[0]
-    )
-    parser.add_argument("--case", action="append", choices=[c.name for c in CASES], help="default: all")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--results", type=Path, help="append rows to this file, as JSON lines")
-    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run what was asked for, print the rows, return the exit status."""
-    chosen = options(argv)
+    chosen = runner.options(argv, "forward_gpu", str(__doc__), cases=[case.name for case in CASES], rounds=15)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("no CUDA device of compute capability 9.x: nothing is timed")
-        return NO_GPU
-    machine = environment()
+        return runner.NO_GPU
+    machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     missed, red = [], False
     for case in CASES:
@@ -242,14 +226,12 @@ def main(argv: list[str] | None = None) -> int:
             print(line(row), flush=True)
             if isinstance(row["share"], float) and row["share"] < TARGETS[m]:
                 missed.append(f"{case.name}, M {m}: {row['share']:.3f}, target {TARGETS[m]:g}")
-            if chosen.results:
-                with chosen.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            runner.keep(row, chosen.results)
     for text in missed:
         print(f"target missed: {text}")
     if red:
-        return VALUES_OFF
-    return MISSED if missed and chosen.check else 0
+        return runner.WRONG
+    return runner.MISSED if missed and chosen.check else 0
 
 
 if __name__ == "__main__":

@@ -15,19 +15,16 @@ Each row is printed, and appended to FILE as a line of JSON with the machine and
 Exit status: 1 if bits differ; 2 without a CUDA device; 3 with --check if a target is missed; else 0.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks import runner
 from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
-from benchmarks.quantize_gpu import BYTES_DIFFER, MISSED, NO_GPU, environment
 from olq import kernels
 
 _CACHE = 256 << 20  # bytes of copies of a weight: five times an H200's cache
@@ -139,25 +136,13 @@ def line(row: Row) -> str:
     )
 
 
-def options(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.linear_gpu", description=str(__doc__).split("\n")[0]
-    )
-    parser.add_argument("--case", action="append", choices=[c.name for c in CASES], help="default: all")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--results", type=Path, help="append rows to this file, as JSON lines")
-    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run what was asked for, print the rows, return the exit status."""
-    chosen = options(argv)
+    chosen = runner.options(argv, "linear_gpu", str(__doc__), cases=[case.name for case in CASES], rounds=15)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing is timed")
-        return NO_GPU
-    machine = environment()
+        return runner.NO_GPU
+    machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     plain = [torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda").mul_(0.02) for _ in range(2)]
     failed, red = [], False
@@ -176,14 +161,12 @@ def main(argv: list[str] | None = None) -> int:
             row = {"case": case.name, "shape": f"{SHAPE[0]}x{SHAPE[1]}", **measured, **machine}
             print(line(row), flush=True)
             failed += missed(row)
-            if chosen.results:
-                with chosen.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            runner.keep(row, chosen.results)
     for text in failed:
         print(f"target missed: {text}")
     if red:
-        return BYTES_DIFFER
-    return MISSED if failed and chosen.check else 0
+        return runner.WRONG
+    return runner.MISSED if failed and chosen.check else 0
 
 
 if __name__ == "__main__":

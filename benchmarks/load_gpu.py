@@ -36,6 +36,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import olq
+from benchmarks import runner
 from benchmarks.reload_gpu import HIDDEN, LAYERS, Linear, timed
 
 VOCABULARY, FILES = 128256, 8
@@ -237,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device")
-        return 2
+        return runner.NO_GPU
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
         folder = Path(name)
         begun = time.perf_counter()
@@ -246,12 +247,10 @@ def main(argv: list[str] | None = None) -> int:
         first = check(folder, chosen.layers)
         if first is None:
             print("NOT TIMED, a loaded layer differs from its tensors, quantized")
-            return 1
+            return runner.WRONG
         row = {**measure(folder, chosen.layers, chosen.rounds, size), **first}
     print(json.dumps(row), flush=True)
-    if chosen.results is not None:
-        with chosen.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    runner.keep(row, chosen.results)
     return 0
 
 

@@ -15,23 +15,19 @@ Each row is printed, and appended to FILE as a line of JSON with the machine and
 Exit status: 1 if bytes differ; 2 without a CUDA device; 3 with --check if a target is missed; else 0.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks import runner
 from benchmarks.gpu_cases import CASES, LARGE, SCRATCH_BOUND, SMALL, SPEEDUP, Case, weight
 from benchmarks.quantize_cpu import first_difference
 from olq import kernels
 
-BYTES_DIFFER, NO_GPU, MISSED = 1, 2, 3
 _LAUNCHES = 4  # between two events: an event costs some microseconds
 Row = dict[str, object]
 
@@ -135,23 +131,6 @@ def small(case: Case, w: Tensor, rounds: int) -> Row:
     return result
 
 
-def environment() -> Row:
-    """The machine and the versions that the numbers belong to."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
 def missed(row: Row) -> list[str]:
     """Targets of a row that were not reached, as sentences."""
     found = []
@@ -178,25 +157,15 @@ def line(row: Row) -> str:
     return text + f" compiled bytes equal: {row['compiled_has_equal_bytes']}"
 
 
-def options(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantize_gpu", description=str(__doc__).split("\n")[0]
-    )
-    parser.add_argument("--case", action="append", choices=[c.name for c in CASES], help="default: all")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--results", type=Path, help="append rows to this file, as JSON lines")
-    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run what was asked for, print the rows, return the exit status."""
-    chosen = options(argv)
+    chosen = runner.options(
+        argv, "quantize_gpu", str(__doc__), cases=[case.name for case in CASES], rounds=25
+    )
     if not torch.cuda.is_available():
         print("no CUDA device: nothing is timed")
-        return NO_GPU
-    machine = environment()
+        return runner.NO_GPU
+    machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     failed, red = [], False
     for shape, measure, rounds in ((LARGE, large, chosen.rounds), (SMALL, small, max(3, chosen.rounds // 5))):
@@ -213,14 +182,12 @@ def main(argv: list[str] | None = None) -> int:
             row = {"case": case.name, "shape": name, **measure(case, w, rounds), "paths": paths, **machine}
             print(line(row), flush=True)
             failed += missed(row)
-            if chosen.results:
-                with chosen.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            runner.keep(row, chosen.results)
     for text in failed:
         print(f"target missed: {text}")
     if red:
-        return BYTES_DIFFER
-    return MISSED if failed and chosen.check else 0
+        return runner.WRONG
+    return runner.MISSED if failed and chosen.check else 0
 
 
 if __name__ == "__main__":

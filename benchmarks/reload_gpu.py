@@ -4,7 +4,7 @@
 
 The linear layers of a Llama-3-8B shape (fused qkv and gate_up, loaded by weight loaders with shard ids under the names
 that checkpoints have), sources in bfloat16 on the GPU already. First the bytes of a replayed reload against a fresh
-load's: if they differ nothing is timed. Then rounds, in each of which a reload (begin, feeds, flush, commit) and a
+load's: if they differ nothing is timed. Then some reloads that are not timed, then rounds, in each of which a reload (begin, feeds, flush, commit) and a
 plain bfloat16 copy run, one after the other, by a clock of the CPU with the GPU idle at both ends. The limit is the
 bytes that the case has to move at the copy's rate of the same round. Then the most memory that a reload took beside
 the model.
@@ -24,9 +24,12 @@ import torch
 from torch import Tensor, nn
 
 import olq
+from benchmarks import runner
 
 #: Bytes an element that a case has to move: read bf16 (nvfp4 twice), write codes and scales.
 BYTES = {"fp8": 3.0, "mxfp8": 3.03125, "nvfp4": 4.5625}
+#: Reloads that are not timed: processors that were idle run slower at first.
+WARM = 5
 HIDDEN, KV, INNER = 4096, 1024, 14336
 LAYERS = {
     "qkv_proj": (HIDDEN, {"q_proj": HIDDEN, "k_proj": KV, "v_proj": KV}),
@@ -123,6 +126,8 @@ def measure(method: str, layers: int, rounds: int) -> dict[str, object]:
     weights, model = sources(layers, device, 1), Model(method, layers, device)
     first = timed(lambda: reload(model, weights))
     report = reload(model, weights)
+    for _ in range(WARM):
+        reload(model, weights)
     elements = sum(t.numel() for t in weights.values())
     taken, ratios = [], []
     for _ in range(rounds):
@@ -142,9 +147,7 @@ def measure(method: str, layers: int, rounds: int) -> dict[str, object]:
         "times_limit": statistics.median(ratios),
         "times_limit_range": [min(ratios), max(ratios)],
         "extra_bytes": torch.cuda.max_memory_allocated() - before,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **runner.environment(),
     }
 
 
@@ -160,16 +163,14 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device")
-        return 2
+        return runner.NO_GPU
     for method in chosen.method or BYTES:
         if not same_bytes(method, "cuda"):
             print(f"{method}: NOT TIMED, a replayed reload differs from a fresh load")
-            return 1
+            return runner.WRONG
         row = measure(method, chosen.layers, chosen.rounds)
         print(json.dumps(row), flush=True)
-        if chosen.results is not None:
-            with chosen.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        runner.keep(row, chosen.results)
     return 0
 
 

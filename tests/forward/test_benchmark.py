@@ -9,7 +9,7 @@ import torch
 from forward.layers import numbers
 from forward.oracle import UNITS, fp8_values
 
-from benchmarks import forward_gpu
+from benchmarks import forward_gpu, runner
 
 REPO = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -29,7 +29,7 @@ def test_the_benchmarks_formula_is_the_oracles(case):
 
 def test_without_such_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert forward_gpu.main([]) == forward_gpu.NO_GPU
+    assert forward_gpu.main([]) == runner.NO_GPU
     assert "nothing is timed" in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import activations_gpu as benchmark
+from benchmarks import runner
 
 EACH = pytest.mark.parametrize("case", benchmark.CASES, ids=lambda case: case.name)
 
@@ -35,7 +36,7 @@ def test_dummy_weights_equal_the_rule():
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmark.main([]) == benchmark.NO_GPU
+    assert benchmark.main([]) == runner.NO_GPU
     assert capsys.readouterr().out == "no CUDA device: nothing is timed\n"
 
 

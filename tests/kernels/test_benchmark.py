@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import quantize_gpu
+from benchmarks import quantize_gpu, runner
 from benchmarks.gpu_cases import CASES, OPS, weight
 
 
@@ -35,7 +35,7 @@ def test_cases_call_operators():
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert quantize_gpu.main([]) == quantize_gpu.NO_GPU
+    assert quantize_gpu.main([]) == runner.NO_GPU
     assert capsys.readouterr().out == "no CUDA device: nothing is timed\n"
 
 

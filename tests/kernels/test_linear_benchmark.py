@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import linear_gpu
+from benchmarks import linear_gpu, runner
 from benchmarks.linear_cases import CASES
 
 FORMATS = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -34,7 +34,7 @@ def test_a_wrong_bit_is_found(case):
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert linear_gpu.main([]) == linear_gpu.NO_GPU
+    assert linear_gpu.main([]) == runner.NO_GPU
     assert capsys.readouterr().out == "no CUDA device: nothing is timed\n"
 
 
