@@ -4,10 +4,10 @@
 
 The linear layers of a Llama-3-8B shape (fused qkv and gate_up, loaded by weight loaders with shard ids under the names
 that checkpoints have), sources in bfloat16 on the GPU already. First the bytes of a replayed reload against a fresh
-load's: if they differ nothing is timed. Then some reloads that are not timed, then rounds, in each of which a reload (begin, feeds, flush, commit) and a
-plain bfloat16 copy run, one after the other, by a clock of the CPU with the GPU idle at both ends. The limit is the
-bytes that the case has to move at the copy's rate of the same round. Then the most memory that a reload took beside
-the model.
+load's: if they differ nothing is timed. Then some reloads that are not timed, then rounds, in each of which a reload
+(begin, feeds, flush, commit) and a plain bfloat16 copy run, one after the other, by a clock of the CPU with the GPU
+idle at both ends. The limit is the bytes that the case has to move at the copy's rate of the same round. Then the most
+memory that a reload took beside the model.
 
 Exit status: 1 if bytes differ; 2 without a CUDA device; else 0.
 """
