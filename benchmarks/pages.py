@@ -10,6 +10,7 @@ does not know is shown with all its numbers.
 """
 
 import argparse
+import ast
 import json
 import statistics
 import sys
@@ -227,13 +228,25 @@ def results(folder: Path) -> str:
     return "\n".join(out + body).rstrip("\n") + "\n"
 
 
+def _marked(root: Path) -> list[str]:
+    """Test files whose code marks tests with `cuda`."""
+    return sorted(
+        file.relative_to(root).as_posix()
+        for file in (root / "tests").rglob("test_*.py")
+        if any(
+            isinstance(node, ast.Attribute) and ast.unparse(node).endswith("mark.cuda")
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        )
+    )
+
+
 def pages(root: Path = REPO) -> dict[Path, str]:
     """What each page has to be."""
     folder = root / "benchmarks" / "results"
     records = folder / RECORDS
     return {
         root / "docs" / "results.md": results(folder),
-        root / "docs" / "verified.md": verified(rows_of(records) if records.exists() else []),
+        root / "docs" / "verified.md": verified(rows_of(records) if records.exists() else [], _marked(root)),
     }
 
 

@@ -53,8 +53,8 @@ def _sums(files: Mapping[str, Counts]) -> list[str]:
     return [str(sum(_count(counts, outcome) for counts in files.values())) for outcome in OUTCOMES]
 
 
-def _newest(commit: str, rows: Sequence[Row]) -> list[str]:
-    """The newest commit of a machine, in full."""
+def _newest(commit: str, rows: Sequence[Row], marked: Sequence[str]) -> list[str]:
+    """The newest commit of a machine, in full; with files among `marked` of which nothing ran."""
     files = united(rows)
     sums = ", ".join(f"{n} {outcome}" for n, outcome in zip(_sums(files), OUTCOMES, strict=True))
     out = [f"At commit {text(commit)}, last on {_when(rows[-1])}: {sums}.", ""]
@@ -77,6 +77,7 @@ def _newest(commit: str, rows: Sequence[Row]) -> list[str]:
     for title, tests in (
         ("Failed:", failed),
         ("Failed in another run of the same file at this commit:", sorted(others - set(failed))),
+        ("Nothing ran of these files, which have tests marked `cuda`:", sorted(set(marked) - files.keys())),
     ):
         out += [title, "", *(f"- {text(test)}" for test in tests), ""] if tests else []
     return out
@@ -90,8 +91,13 @@ def _groups(rows: Iterable[Row], key: Sequence[str]) -> list[list[Row]]:
     return sorted(found.values(), key=lambda group: moment(group[-1]), reverse=True)
 
 
-def verified(rows: Sequence[Row]) -> str:
-    """The page, from rows in any order."""
+def verified(rows: Sequence[Row], marked: Sequence[str] = ()) -> str:
+    """The page, from rows in any order.
+
+    Args:
+        rows: of test runs.
+        marked: test files that mark tests with `cuda`, as far as their own text says so.
+    """
     rows = sorted(rows, key=moment)
     out = [
         "# Verified",
@@ -108,7 +114,7 @@ def verified(rows: Sequence[Row]) -> str:
         name = text(machine[-1].get("gpu") or "no CUDA device")
         out += [f"## {name}: {versions(machine[-1])}", ""]
         commits = _groups(machine, ("commit",))
-        out += _newest(str(commits[0][-1].get("commit") or "unknown"), commits[0])
+        out += _newest(str(commits[0][-1].get("commit") or "unknown"), commits[0], marked)
         if commits[1:]:
             out += ["Earlier commits:", ""]
             out += table(

@@ -36,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     answers: list[str] = []
     with tqdm(
-        total=len(METHODS), bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}", leave=False
+        total=len(METHODS),
+        bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}",
+        leave=False,
+        disable=None,
     ) as bar:
 
         def stage(what: str, share: float):

@@ -49,7 +49,9 @@ class Bar:
     """
 
     def __init__(self, rows: int) -> None:
-        self._bar = tqdm(total=rows, bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}", leave=False)
+        self._bar = tqdm(
+            total=rows, bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}", leave=False, disable=None
+        )
         self._end = 0.0
 
     def stage(self, what: str, share: float) -> Callable[[float], None]:

@@ -407,7 +407,7 @@ def plan_of(layer: nn.Module, name: str = "weight") -> WeightPlan:
             where=_where(layer, name),
             found=f"quantized weights: {', '.join(state.plans) if state else 'none'}",
             need="a layer whose create_weights was called, or that prepare() took over",
-            remedy="ask olq.report, or Report.table(), which layers are quantized",
+            remedy="print the report that olq.load returned: it lists the layers that are quantized",
         )
     return state.plans[name]
 

@@ -91,9 +91,12 @@ def _why_kept(
 ) -> str:
     if owner in reasons:
         return reasons[owner]
-    kind = type(model.get_submodule(owner)).__name__
+    module = model.get_submodule(owner)
+    kind = type(module).__name__
     if owner in names.layers:
         return "no weight of the layer's method"
+    if isinstance(module, nn.Linear):
+        return f"{kind} that no method has taken over: call olq.prepare(model, config) before the load"
     return f"{kind} is no linear layer" + (": a bare parameter" if parameter.dim() > 2 else "")
 
 
