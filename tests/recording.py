@@ -86,6 +86,8 @@ class Recorder:
             return
         if report.passed and report.when != "call":  # setup and teardown that pass say nothing about the test
             return
+        if report.outcome not in ORDER:  # a plugin's, such as "rerun": the test's own is still to come
+            return
         before = self.outcomes.get(report.nodeid, ORDER[0])
         self.outcomes[report.nodeid] = max(before, report.outcome, key=ORDER.index)
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import recording
@@ -315,6 +316,15 @@ def test_with_workers_the_controller_alone_writes_and_a_crash_is_a_failure(tmp_p
     [row] = recorded(tmp_path, TESTS + CRASHES, "-n", "2")
     failures = ["test_cannot_begin", "test_cannot_end", "test_crashes", "test_fails"]
     assert row["files"] == {"test_tiny.py": {"passed": 2, "failed": 4, "skipped": 1, "failures": failures}}
+
+
+def test_an_outcome_of_another_plugin_counts_as_nothing(tmp_path):
+    recorder = recording.Recorder(tmp_path / "rows.jsonl")
+    for outcome in ("rerun", "passed"):
+        facts: dict[str, Any] = {"keywords": {}, "outcome": outcome, "longrepr": None, "when": "call"}
+        facts |= {"nodeid": "t.py::test_a", "location": ("t.py", 1, "a"), "user_properties": [recording.MARK]}
+        recorder.pytest_runtest_logreport(pytest.TestReport(**facts))
+    assert recorder.files() == {"t.py": {"passed": 1, "failed": 0, "skipped": 0, "failures": []}}
 
 
 def git(folder: Path, *arguments: str) -> str:

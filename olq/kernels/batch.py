@@ -62,7 +62,8 @@ class Job:
 
 
 def job_of(calls: Calls) -> Job | None:
-    """Prepare calls for batches, or None if one of them has no kernel that reads a table: make these as they are.
+    """Prepare calls for batches, or None if there are none, or one has no kernel that reads a table: make these as
+    they are.
 
     Args:
         calls: have passed the operators' checks, and read one source. `QuantMethod.calls` returns such calls.
@@ -70,6 +71,8 @@ def job_of(calls: Calls) -> Job | None:
     Raises:
         LayoutError: the calls read different sources.
     """
+    if not calls:
+        return None
     source = calls[0][1][0]
     for operator, args in calls:
         if args[0] is not source:

@@ -5,6 +5,7 @@ file's size.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def read_header(file: Path) -> Header:
     """Check a file and read its header.
 
     Raises:
-        SourceError: it is missing, truncated, corrupt, or of another format.
+        SourceError: it is missing, truncated, corrupt, or of another format, or a shape is beyond torch's integers.
     """
     try:
         with file.open("rb") as raw:
@@ -88,6 +89,10 @@ def read_header(file: Path) -> Header:
         for name, facts in described.items()
         if name != "__metadata__"
     ]
+    for entry in entries:  # beside a zero, safetensors lets any number pass
+        if math.prod(size for size in entry.shape if size) >= 1 << 63:
+            beyond = ValueError(f"{entry.name!r} has sizes beyond any tensor: {list(entry.shape)}")
+            raise corrupt(file, beyond)
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     return Header(file, tuple(entries), identity)
 

@@ -66,7 +66,8 @@ class LoadOptions(TypedDict, total=False):
         progress: called after each tensor with (bytes so far, bytes in all or None, name).
         staging: how safetensors files are read if everything that the load writes lives on one CUDA device; see
             `Staging`. None maps the files and takes tensor by tensor, which is also what is done for a CPU, for several
-            devices, for `shadow="host"`, and for dtypes that torch has no name for.
+            devices, for `shadow="host"`, and for files with a tensor of F4, which has two elements in a byte. F6 can't
+            be read in either way.
     """
 
     scope: Sequence[str] | None

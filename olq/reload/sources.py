@@ -186,10 +186,13 @@ def _listed(folder: Path) -> list[Path]:
 def _indexed(index: Path) -> dict[Path, set[str]]:
     """Names by file, as the index says."""
     files: dict[Path, set[str]] = {}
+    same: dict[str, Path] = {}  # a file may be spelled in several ways: the first one counts
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        for file in sorted(set(weight_map.values()), key=lambda file: _natural(Path(file))):
-            files[index.parent / file] = {name for name, where in weight_map.items() if where == file}
+        for file in sorted(set(weight_map.values()), key=lambda file: (_natural(Path(file)), file)):
+            path = index.parent / file
+            path = same.setdefault(os.path.realpath(path), path)
+            files.setdefault(path, set()).update(name for name, where in weight_map.items() if where == file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(
             "The index of a checkpoint can't be read.",

@@ -21,13 +21,14 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
 
 from torch import Tensor
 
-from olq.errors import OlqError, SourceError, StateError
+from olq.errors import ConfigError, OlqError, SourceError, StateError
 from olq.reload.carriers import Carrier
 from olq.reload.headers import Entry, Header, identity_of
 from olq.reload.options import Staging
@@ -81,7 +82,7 @@ class Staged:
         self._arriving: dict[int, _Arriving] = {}
         self._small, self._large = 0, False
         self._threads: list[threading.Thread] = []
-        self._running, self._stopped = 0, False
+        self._running, self._stopped, self._taken = 0, False, False
         self._errors: list[BaseException] = []
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,9 +90,11 @@ class Staged:
 
         Raises:
             SourceError: a file has changed since its header was read, is shorter than it said, or can't be read.
-            ConfigError: there is no memory for the buffers.
-            StateError: `stop` was called by somebody else.
+            ConfigError: there is no memory for the buffers, or a thread can't be started.
+            StateError: `stop` was called by somebody else, or tensors were asked for a second time; whoever takes them
+                already goes on.
         """
+        self._claim()
         try:
             self._start()
             for number, entry in enumerate(self._entries):
@@ -114,14 +117,30 @@ class Staged:
             if not self._running:
                 self._free()
 
+    def _claim(self) -> None:
+        with self._lock:
+            if self._stopped:
+                raise self._ended()
+            if self._taken:
+                raise self._refused(
+                    "These files are being read already.",
+                    "tensors asked for a second time, while they are handed out for the first",
+                    "one consumer",
+                )
+            self._taken = True
+
     def _start(self) -> None:
         with self._lock:
             if self._stopped:
                 raise self._ended()
             self._carrier.begin()
-            for i in range(min(self.staging.threads, max(len(self._reads.pieces), 1))):
+            count = min(self.staging.threads, max(len(self._reads.pieces), 1))
+            for i in range(count):
                 thread = threading.Thread(target=self._work, name=f"olq staging {i}", daemon=True)
-                thread.start()  # it waits for the lock
+                try:
+                    thread.start()  # it waits for the lock
+                except RuntimeError as error:
+                    raise _no_thread(i, count, error) from error
                 self._running += 1
                 self._threads.append(thread)
 
@@ -152,19 +171,20 @@ class Staged:
     def _work(self) -> None:
         """What a reading thread does."""
         files = _Files(self._headers)
-        piece: Piece | None = None
         slot: _Slot | None = None
         try:
             with self._carrier.attached():
                 self._memory(-1)  # of tensors without bytes at the very beginning, which no piece belongs to
                 while (piece := self._take_piece()) is not None:
-                    slot = self._slot(piece)
-                    files.read(piece, slot)
-                    self._send(piece, slot)
+                    with self._about(piece):
+                        slot = self._slot(piece)
+                        self._read(files, piece, slot)
+                        self._send(piece, slot)
         except BaseException as error:  # raised again by the consumer
-            # Its frames would hold a buffer for as long as the error lives.
-            traceback.clear_frames(error.__traceback__)
-            self._fail(error, piece)
+            for one in (error, error.__cause__):  # frames would hold a buffer for as long as the error lives
+                if one is not None:
+                    traceback.clear_frames(one.__traceback__)
+            self._fail(error)
         finally:
             slot = None
             files.close()
@@ -188,7 +208,8 @@ class Staged:
                 return None
             mark = self._sent.pop(before, None)
         if mark is not None:
-            self._carrier.finish(mark)
+            with self._about(self._reads.pieces[before]):
+                self._carrier.finish(mark)
         return piece
 
     def _slot(self, piece: Piece) -> "_Slot":
@@ -201,6 +222,12 @@ class Staged:
                 buffer = self._carrier.host_buffer(reads.slots * reads.slot_bytes)
                 slots.extend(_Slot(memory) for memory in buffer.split(reads.slot_bytes))
             return slots[place]
+
+    def _read(self, files: "_Files", piece: Piece, slot: "_Slot") -> None:
+        try:
+            files.read(piece, slot)
+        except (OSError, EOFError) as error:
+            raise _unreadable(self._where(piece), f"{type(error).__name__}: {error}") from error
 
     def _send(self, piece: Piece, slot: "_Slot") -> None:
         """Begin to copy what was read; say of each tensor that is complete by that."""
@@ -256,16 +283,22 @@ class Staged:
             if not entry.nbytes:
                 self._news.notify_all()
 
-    def _fail(self, error: BaseException, piece: Piece | None) -> None:
-        if piece is not None:
-            names = ", ".join(repr(self._entries[part.tensor].name) for part in piece.parts[:3])
-            more = f" and {len(piece.parts) - 3} more" if len(piece.parts) > 3 else ""
-            where = f"{self._headers[piece.file].file}, in bytes of {names}{more}"
-            if isinstance(error, (OSError, EOFError)):
-                cause, error = error, _unreadable(where, f"{type(error).__name__}: {error}")
-                error.__cause__ = cause
-            elif not isinstance(error, OlqError):
-                error.add_note(f"while olq staged {where}")
+    @contextmanager
+    def _about(self, piece: Piece) -> Iterator[None]:
+        """Errors in here that do not say where name this piece."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, OlqError):
+                error.add_note(f"while olq staged {self._where(piece)}")
+            raise
+
+    def _where(self, piece: Piece) -> str:
+        names = ", ".join(repr(self._entries[part.tensor].name) for part in piece.parts[:3])
+        more = f" and {len(piece.parts) - 3} more" if len(piece.parts) > 3 else ""
+        return f"{self._headers[piece.file].file}, in bytes of {names}{more}"
+
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._errors:
                 self._errors[0].add_note(f"another reading thread failed too: {error}")
@@ -286,13 +319,15 @@ class Staged:
             condition.notify_all()
 
     def _ended(self) -> StateError:
-        return StateError(
+        return self._refused(
             "The reading of these files has ended.",
-            where=", ".join(str(header.file) for header in self._headers[:3]),
-            found="a tensor asked for after the load that opened the files had ended, or for a second time",
-            need="tensors taken while their load runs",
-            remedy="load again",
+            "a tensor asked for after the load that opened the files had ended, or for a second time",
+            "tensors taken while their load runs",
         )
+
+    def _refused(self, problem: str, found: str, need: str) -> StateError:
+        files = ", ".join(str(header.file) for header in self._headers[:3])
+        return StateError(problem, where=files, found=found, need=need, remedy="load again")
 
 
 class _Slot:
@@ -314,7 +349,8 @@ class _Files:
         """Read a piece.
 
         Raises:
-            SourceError: the file has changed since its header was read.
+            SourceError: the file has changed since its header was read: looked at again after the bytes, so that what
+                is handed on was read before anybody wrote to it.
             OSError: it can't be read.
             EOFError: it is shorter than it said.
         """
@@ -330,6 +366,7 @@ class _Files:
             if not count:
                 raise EOFError(f"the file ends at byte {piece.offset + done}")
             done += count
+        self._check(raw)
 
     def close(self) -> None:
         """Close what is open."""
@@ -339,10 +376,24 @@ class _Files:
 
     def _open(self, number: int) -> None:
         self.close()
-        header = self._headers[number]
-        self._raw, self._number = FileIO(header.file), number
-        if identity_of(os.fstat(self._raw.fileno())) != header.identity:
+        self._raw, self._number = FileIO(self._headers[number].file), number
+        self._check(self._raw)
+
+    def _check(self, raw: FileIO) -> None:
+        """Refuse an open file that is another, or was written to, since its header was read."""
+        header = self._headers[self._number]
+        if identity_of(os.fstat(raw.fileno())) != header.identity:
             raise _unreadable(str(header.file), "another file, or another content, than when the load began")
+
+
+def _no_thread(started: int, count: int, error: RuntimeError) -> ConfigError:
+    return ConfigError(
+        "A thread that reads files can't be started.",
+        where="olq.Staging(threads=...)",
+        found=f"{error}, after {started} of {count}",
+        need="as many threads as `threads` says, or as there are pieces of files to read if these are fewer",
+        remedy="pass a smaller staging=olq.Staging(threads=...), or staging=None to read files without threads",
+    )
 
 
 def _unreadable(where: str, found: str) -> SourceError:

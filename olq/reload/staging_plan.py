@@ -20,7 +20,8 @@ PIECE_BYTES = 16 << 20
 #: Least slots of a buffer, if it has that many bytes: threads read into some while others are copied from.
 SLOTS = 8
 
-#: Names of dtypes in a header whose bytes are those of a torch dtype.
+#: Names of dtypes in a header, and the torch dtype with the same elements in the same bytes. F4 is not here: an element
+#: of torch's dtype is two of the file's.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -38,6 +39,9 @@ DTYPES = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 
 

@@ -252,6 +252,10 @@ def test_a_job_reads_one_source():
     ]
 
 
+def test_no_calls_make_no_job():
+    assert job_of([]) is None
+
+
 @pytest.mark.skipif(launching.interpreted(), reason="kernels are interpreted")
 def test_where_no_kernel_runs_there_is_no_job():
     operator, args = fp8_call(weight(4, 32), (1, 0))

@@ -130,6 +130,25 @@ def test_shards_may_lie_in_folders_of_equal_file_names(tmp_path):
     olq.load(make_model(), tmp_path)
 
 
+@pytest.mark.parametrize("other", ["./{}", "../checkpoint/{}"])
+def test_an_index_may_spell_a_file_in_two_ways(folder, other):
+    index = folder / "model.safetensors.index.json"
+    spelled = json.loads(index.read_text())
+    spelled["weight_map"]["1.weight"] = other.format(spelled["weight_map"]["1.weight"])
+    index.write_text(json.dumps(spelled))
+    assert [name for name, _ in open_source(folder).items] == list(open_source(folder).names or ())
+    assert sorted(open_source(folder).names or ()) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("shape", [[0, (1 << 63) + 5], [0, 1 << 62, 8]])
+def test_a_shape_beyond_any_tensor_is_one_clear_error(tmp_path, shape):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(SourceError) as error:
+        open_source(tmp_path)
+    assert f"'a' has sizes beyond any tensor: {shape}" in message(error)["found"]
+
+
 def test_an_overwritten_file_is_read_again(folder):
     model = make_model()
     olq.load(model, folder)

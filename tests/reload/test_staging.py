@@ -1,6 +1,7 @@
 """Files read ahead by threads, on a device that is late: bytes, bounds, order, errors, and the end."""
 
 import gc
+import os
 import random
 import threading
 import time
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from olq.errors import ConfigError, SourceError, StateError
 from olq.reload import staging
-from olq.reload.headers import read_header
+from olq.reload.headers import identity_of, read_header
 from olq.reload.options import Staging
 from olq.reload.staging import Staged
 from reload.staging_device import LateDevice
@@ -210,6 +211,8 @@ def read_identity(file: Path) -> tuple[int, ...]:
 @pytest.mark.parametrize("change", ["replaced", "written to", "gone", "a folder"])
 def test_a_file_that_is_not_the_one_that_was_checked_is_refused(tmp_path, change):
     files, _ = write(tmp_path, [[10], [50, 60]])
+    for file in files:
+        os.utime(file, (1, 1))  # long ago, for any clock
     source = staged(files, LateDevice(), 1000)
     if change == "replaced":
         write(tmp_path, [[10], [50, 60]], seed=1)
@@ -226,6 +229,101 @@ def test_a_file_that_is_not_the_one_that_was_checked_is_refused(tmp_path, change
     assert str(tmp_path if change == "replaced" else files[1]) in error.value.where  # two threads, two files
     reason = {"gone": "FileNotFoundError", "a folder": "IsADirectoryError"}
     assert reason.get(change, "another file, or another content") in error.value.found
+
+
+@pytest.mark.parametrize("change", ["written to", "cut and extended", "replaced", "unlinked"])
+def test_a_file_that_changes_while_it_is_open_gives_an_error_and_no_wrong_byte(tmp_path, change):
+    (file,), content = write(tmp_path, [[90] * 40])
+    os.utime(file, (1, 1))  # long ago, for any clock
+    size = file.stat().st_size
+    source = staged([file], LateDevice(1, eager=True), 100, threads=1)
+    items = source.items()
+    found = dict([next(items)])
+    if change == "written to":
+        with file.open("r+b") as raw:
+            raw.seek(size - 1000)
+            raw.write(b"x" * 1000)
+    elif change == "cut and extended":
+        os.truncate(file, size - 1000)
+        os.truncate(file, size)
+    else:
+        file.unlink()
+    if change in ("replaced", "unlinked"):
+        if change == "replaced":
+            write(tmp_path, [[90] * 40], seed=1)
+        found |= dict(items)
+        assert len(found) == 40
+    else:
+        with pytest.raises(SourceError, match="could not be read to its end") as error:
+            found.update(items)  # keeps what came before the error
+        assert error.value.where == str(file)
+        assert error.value.found == "another file, or another content, than when the load began"
+    assert all(bytes(tensor.tolist()) == content[name] for name, tensor in found.items())
+
+
+def test_a_file_written_to_while_its_last_piece_is_read_is_refused(tmp_path, monkeypatch):
+    (file,), _ = write(tmp_path, [[90]])
+    seen = []
+
+    def first_look_is_good(facts):  # the write comes between the opening and the last byte
+        seen.append(identity_of(facts))
+        return seen[0] if len(seen) == 1 else (*seen[0][:-1], seen[0][-1] + 1)
+
+    source = staged([file], LateDevice(), 1000, piece=1000)
+    monkeypatch.setattr(staging, "identity_of", first_look_is_good)
+    with pytest.raises(SourceError, match="another content, than when the load began"):
+        list(source.items())
+    assert len(seen) == 2
+
+
+def test_a_second_consumer_is_refused_and_the_first_goes_on(tmp_path):
+    files, content = write(tmp_path, [[90] * 12])
+    source = staged(files, LateDevice(1, eager=True), 100)
+    items = source.items()
+    found = dict([next(items)])
+    with pytest.raises(StateError, match="These files are being read already") as error:
+        next(source.items())
+    assert error.value.where == str(files[0])
+    assert error.value.found == "tensors asked for a second time, while they are handed out for the first"
+    found |= dict(items)
+    assert {name: bytes(t.tolist()) for name, t in found.items()} == content
+
+
+@pytest.mark.parametrize("method", ["copy", "host_buffer", "finish"])
+def test_an_error_of_the_carrier_is_not_one_of_a_file_and_names_its_piece(tmp_path, monkeypatch, method):
+    files, _ = write(tmp_path, [[90] * 3, [50] * 3])
+    own = OSError(5, "no such link")
+
+    def fail(self, *_):
+        raise own
+
+    monkeypatch.setattr(LateDevice, method, fail)
+    with pytest.raises(OSError, match="no such link") as error:
+        list(staged(files, LateDevice(), 90, threads=1, piece=90).items())
+    assert error.value is own
+    # Two slots: the third piece waits for the copies out of the first.
+    assert own.__notes__ == [f"while olq staged {files[0]}, in bytes of '0.00'"]
+
+
+@pytest.mark.parametrize("started", [0, 2])
+def test_a_thread_that_cannot_start_is_an_error_with_a_way_out(tmp_path, monkeypatch, started):
+    files, _ = write(tmp_path, [[90] * 12])
+    start, count = threading.Thread.start, []
+
+    def limited(self):
+        if len(count) == started:
+            raise RuntimeError("can't start new thread")
+        count.append(self)
+        start(self)
+
+    source = staged(files, LateDevice(), 100, threads=4)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(ConfigError, match="A thread that reads files can't be started") as error:
+        list(source.items())
+    assert error.value.where == "olq.Staging(threads=...)"
+    assert error.value.found == f"can't start new thread, after {started} of 4"
+    assert "staging=olq.Staging(threads=...)" in error.value.remedy
+    assert threads_of_staging() == []
 
 
 def test_errors_of_several_threads_are_one_error_that_counts_the_others(tmp_path, monkeypatch):
