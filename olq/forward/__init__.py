@@ -43,7 +43,7 @@ def linear(weight: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Raises:
         ConfigError: no row of the table holds, or none of the path that was asked for.
-        LayoutError: the weight has leading dimensions, or x has not K columns.
+        LayoutError: the weight has leading dimensions, x has not K columns, or the bias does not fit.
     """
     return choose(weight, input_of(weight, x, bias)).run(weight, x, bias)
 
@@ -55,7 +55,7 @@ def path(layer: nn.Module, x: Tensor, bias: Tensor | None = None, *, name: str =
         layer: a live layer with a quantized weight.
         x: a tensor [..., K] of the call's shape, dtype and `requires_grad`. Only looked at; the meta device
             will do.
-        bias: of the call's dtype, or None.
+        bias: [N] of the call's dtype and `requires_grad`, or None.
         name: the weight, where a layer has several.
 
     Raises:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from olq.errors import ConfigError, LayoutError
 from olq.forward.facts import Input, Weight, capability
-from olq.forward.rows import TABLE, Row
+from olq.forward.rows import NUMBERS, TABLE, Row, name, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +33,62 @@ def input_of(weight: Weight, x: Tensor, bias: Tensor | None) -> Input:
     """The call `x @ W.T + bias`, for x [..., K].
 
     Raises:
-        LayoutError: the weight has leading dimensions, or x has not K columns.
+        LayoutError: the weight has leading dimensions, x has not K columns, or the bias does not fit.
     """
     if weight.lead or not x.dim() or x.shape[-1] != weight.columns:
         raise _shapes(weight, x)
     device = weight.tensors[""].device if "" in weight.tensors else x.device
+    autocast = torch.is_autocast_enabled(device.type)
+    if bias is not None:
+        _check_bias(weight, x, bias, autocast)
     return Input(
         device=device,
         capability=capability(device),
         dtype=x.dtype,
         tokens=x.shape[:-1].numel(),
-        gradient=x.requires_grad and torch.is_grad_enabled(),
+        gradient=_gradient(weight, x, bias),
         bias=None if bias is None else bias.dtype,
-        autocast=torch.is_autocast_enabled(device.type),
+        autocast=autocast,
     )
+
+
+def _check_bias(weight: Weight, x: Tensor, bias: Tensor, autocast: bool) -> None:
+    """Refuse what no path could add: a path that slices it, or converts it, would not notice."""
+    if bias.shape != (weight.rows,):
+        raise LayoutError(
+            "The bias has not one element for each row of the weight.",
+            where=weight.label,
+            found=f"a bias of shape {list(bias.shape)}",
+            need=f"[{weight.rows}]",
+            remedy="pass the bias of this layer; a fused layer has one bias, the parts' one after the other",
+        )
+    # torch.autocast converts operands; with quantized activations float32 sums take any bias.
+    same = weight.activations == "none" and not autocast
+    dtypes = (x.dtype,) if same else NUMBERS
+    if bias.dtype not in dtypes:
+        raise LayoutError(
+            "The bias has not a dtype in which it can be added.",
+            where=weight.label,
+            found=f"a bias in {name(bias.dtype)}, x in {name(x.dtype)}",
+            need=f"a bias in {names(dtypes)}",
+            remedy="convert the bias, or x, before the call: bias.to(x.dtype)",
+        )
+
+
+def _gradient(weight: Weight, x: Tensor, bias: Tensor | None) -> str | None:
+    """What asks for a gradient, in words. With quantized activations no path gives the bias one, so that what a
+    training loop left on it does not matter there.
+    """
+    if torch.is_grad_enabled():
+        if x.requires_grad:
+            return "x that requires grad, in grad mode"
+        if bias is not None and bias.requires_grad and weight.activations == "none":
+            return "a bias that requires grad, in grad mode"
+    # Without a level of forward mode that is open, unpack_dual looks at nothing.
+    for what, tensor in (("x", x), ("a bias", bias)):
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            return f"{what} with a tangent of torch.autograd.forward_ad"
+    return None
 
 
 def choose(weight: Weight, given: Input) -> Row:
@@ -120,7 +163,10 @@ def _no_path(weight: Weight, given: Input) -> ConfigError:
     asked = "" if weight.asked == "auto" else f" {weight.asked!r}"
     remedy = "leave `path` at 'auto', or meet one of the needs; olq.forward.table() prints them all"
     if given.gradient:
-        remedy = "call it under torch.no_grad(), or take activations='none', whose reference has a gradient"
+        remedy = (
+            "take path='auto' and activations='none', whose reference has a gradient, "
+            "or call it without: under torch.no_grad(), and with no tangents"
+        )
     return ConfigError(
         f"The path{asked} can't compute this call." if asked else "No path computes this call.",
         where=weight.label,

@@ -71,7 +71,7 @@ class Input:
         capability: compute capability of a CUDA device, (0, 0) elsewhere.
         dtype: of x.
         tokens: M.
-        gradient: whether a gradient of x is asked for.
+        gradient: what asks for a gradient, in words; None if nothing does.
         bias: dtype of the bias, None without one.
         autocast: whether torch.autocast is on for the device.
     """
@@ -80,7 +80,7 @@ class Input:
     capability: tuple[int, int]
     dtype: torch.dtype
     tokens: int
-    gradient: bool
+    gradient: str | None
     bias: torch.dtype | None
     autocast: bool
 

@@ -12,7 +12,7 @@ from olq.forward.facts import Weight
 
 
 def weight_only(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ W.T + bias`, W decoded to the dtype of x (float64: through float32). A gradient flows to x.
+    """`x @ W.T + bias`, W decoded to the dtype of x (float64: through float32). Gradients flow to x and bias.
 
     Args:
         weight: without leading dimensions.
@@ -38,13 +38,13 @@ def quantized(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     Args:
         weight: of a method whose `activations` is not "none", without leading dimensions.
         x: [..., K].
-        bias: [N] or None.
+        bias: [N] or None. No gradient flows to it, nor to x.
 
     Returns:
         [..., N], dtype of x.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    xq = rounded(x.detach().reshape(-1, weight.columns), weight).to(wide)
+    xq = rounded(x.detach().reshape(x.shape[:-1].numel(), weight.columns), weight).to(wide)
     with torch.autocast(x.device.type, enabled=False):  # which would round both operands again
         y = weight_only(weight, xq, None if bias is None else bias.detach().to(wide))
     return y.to(x.dtype).view(*x.shape[:-1], weight.rows)

@@ -134,7 +134,7 @@ def names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def _gradient(weight: Weight, given: Input) -> str | None:
-    return "x that requires grad, in grad mode" if given.gradient else None
+    return given.gradient
 
 
 def _autocast(weight: Weight, given: Input) -> str | None:
@@ -174,7 +174,7 @@ def _one_part(weight: Weight, given: Input) -> str | None:
     return None if parts == 1 else f"{parts} scales; scale_sharing=common gives one"
 
 
-GRADIENT = Need("gradient", "no gradient of x", _gradient)
+GRADIENT = Need("gradient", "no gradient", _gradient)
 AUTOCAST = Need("autocast", "no autocast", _autocast)
 BIAS = Need("bias", "a bias in the dtype of x", _bias)
 ELEMENTS = Need("size", "N and K that are not 0", _elements)
@@ -206,27 +206,27 @@ TABLE = (
         (GRADIENT, AUTOCAST, BIAS), matmul.weight_only, _MATMUL_HOW,
     ),
     Row(
-        "scaled_mm", ("fp8",), _ROWS, "cuda", (9, 0), (10, 0), FLOATS, (1, None), True,
+        "scaled_mm", ("fp8",), _ROWS, "cuda", (9, 0), (10, 0), FLOATS, (0, None), True,
         _FP8, scaled_fp8.path, _ROWS_HOW,
     ),
     Row(
-        "scaled_mm", ("fp8",), _ROWS, "cuda", (8, 9), None, (torch.bfloat16,), (1, None), False,
+        "scaled_mm", ("fp8",), _ROWS, "cuda", (8, 9), None, (torch.bfloat16,), (0, None), False,
         _FP8, scaled_fp8.path, f"{_ROWS_HOW}; not run there",
     ),
     Row(
-        "scaled_mm", ("fp8",), _ROWS, "cpu", None, None, FLOATS, (1, None), False,
+        "scaled_mm", ("fp8",), _ROWS, "cpu", None, None, FLOATS, (0, None), False,
         (CPU_RELEASE, GRADIENT, BIAS, ELEMENTS), scaled_fp8.path, _ROWS_HOW,
     ),
     Row(
-        "scaled_mm", ("fp8",), _BLOCKS, "cuda", (9, 0), (10, 0), FLOATS, (1, None), True,
+        "scaled_mm", ("fp8",), _BLOCKS, "cuda", (9, 0), (10, 0), FLOATS, (0, None), True,
         (BLAS, *_FP8), scaled_fp8.path, "scaled_mm: BlockWise1x128, 128x128",
     ),
     Row(
-        "scaled_mm", ("mxfp8",), _GROUP, "cuda", (10, 0), None, (torch.bfloat16,), (1, None), False,
+        "scaled_mm", ("mxfp8",), _GROUP, "cuda", (10, 0), None, (torch.bfloat16,), (0, None), False,
         (SWIZZLED, *_FP8), scaled_blocks.path, "scaled_mm: BlockWise1x32; not run there",
     ),
     Row(
-        "scaled_mm", ("nvfp4",), _GROUP, "cuda", (10, 0), None, (torch.bfloat16,), (1, None), False,
+        "scaled_mm", ("nvfp4",), _GROUP, "cuda", (10, 0), None, (torch.bfloat16,), (0, None), False,
         (SWIZZLED, ONE_SCALE, *_FP8), scaled_blocks.path, "scaled_mm: BlockWise1x16; not run there",
     ),
     Row(

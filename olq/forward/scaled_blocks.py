@@ -134,6 +134,8 @@ def scaled_mm_mxfp8(
         rows: N.
         rule: how an exponent of x is chosen.
     """
+    if not len(x):
+        return x.new_empty(0, rows)
     return _finish(operands_mxfp8(x, codes, scale, rule), x, bias, rows)
 
 
@@ -154,6 +156,8 @@ def scaled_mm_nvfp4(
         bias: bfloat16 [N] or None.
         rows: N.
     """
+    if not len(x):
+        return x.new_empty(0, rows)
     return _finish(operands_nvfp4(x, codes, scale, scale_2), x, bias, rows)
 
 
@@ -164,7 +168,8 @@ def _finish(operands: Operands, x: Tensor, bias: Tensor | None, rows: int) -> Te
 
 def path(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     """The operator for a layer's weight: [..., K] to [..., N]."""
-    x2, tensors = x.detach().reshape(-1, weight.columns), weight.tensors
+    x2, tensors = x.detach().reshape(x.shape[:-1].numel(), weight.columns), weight.tensors
+    bias = None if bias is None else bias.detach()
     if weight.method == "mxfp8":
         y = torch.ops.olq.scaled_mm_mxfp8(
             x2, tensors[""], tensors["_scale"], bias, weight.rows, weight.params.rule

@@ -172,9 +172,10 @@ def _check(
     if (
         not parts
         or len(parts) != len(starts)
+        or min(*parts, *starts) < 0
         or any(s + n > rows for n, s in zip(parts, starts, strict=True))
     ):
-        need = f"one part or more, within {rows} rows"
+        need = f"one part or more, within {rows} rows, and no negative number"
         fail(name, "parts", f"parts {list(parts)}, starts {list(starts)}", need)
     if activations == "group":
         check_shape(name, "scale", scale, (-(-(starts[-1] + parts[-1]) // GROUP), -(-x.shape[1] // GROUP)))
@@ -229,29 +230,30 @@ def scaled_mm_fp8(
         activations: "group" for 128x128 blocks, else "tensor" or "token".
         power_of_two: for the scales of x.
     """
+    if not len(x):
+        return x.new_empty(0, sum(parts))
     single = scale.shape == (1,) and (activations == "tensor" or x.shape[0] == 1)
     if activations != "group" and not single and x.shape[0] <= FEW_ROWS:
         a, s = quantize_fp8(_widened(x, codes.shape[1]), activations, power_of_two)
         return few_rows(a, s, codes, scale, bias, parts, x.dtype)
     operands = operands_fp8(x, codes, scale, parts, activations, power_of_two)
-    # In the product a bias is added before the one rounding; cuBLAS takes it for whole rows of 16-bit outputs.
-    inside = (
-        bias is not None
-        and x.dtype != torch.float32
-        and codes.shape[0] == sum(parts)
-        and packed(parts, starts)
-    )
-    y = logical(multiply(operands, bias if inside else None, x.dtype), x.shape[0], parts, starts)
-    return y if bias is None or inside else y.add_(bias)
+    # In the product a bias is added before the one rounding; cuBLAS takes it for whole rows of 16-bit outputs, and
+    # reads it as if it were dense.
+    if bias is not None and x.dtype != torch.float32 and packed(parts, starts):
+        missing = codes.shape[0] - len(bias)
+        inside = functional.pad(bias, (0, missing)) if missing else bias.contiguous()
+        return logical(multiply(operands, inside, x.dtype), x.shape[0], parts, starts)
+    y = logical(multiply(operands, None, x.dtype), x.shape[0], parts, starts)
+    return y if bias is None else y.add_(bias)
 
 
 def path(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     """The operator for a layer's weight: [..., K] to [..., N]."""
     y = torch.ops.olq.scaled_mm_fp8(
-        x.detach().reshape(-1, weight.columns),
+        x.detach().reshape(x.shape[:-1].numel(), weight.columns),
         weight.tensors[""],
         weight.tensors["_scale"],
-        bias,
+        None if bias is None else bias.detach(),
         list(weight.parts),
         list(weight.starts),
         weight.activations,

@@ -84,7 +84,9 @@ def merged(parts: Sequence[int], starts: Sequence[int], apart: bool) -> Iterator
     yield from ((part, start, rows, column) for part, start, rows, column in found)
 
 
-def _refusal(name: str, x: Tensor, codes: Tensor, parts: Sequence[int], codes_a_byte: int) -> str | None:
+def _refusal(
+    name: str, x: Tensor, codes: Tensor, bias: Tensor | None, parts: Sequence[int], codes_a_byte: int
+) -> str | None:
     """Why there is no kernel."""
     m, k = x.shape
     if not (m and k and sum(parts)):
@@ -99,6 +101,8 @@ def _refusal(name: str, x: Tensor, codes: Tensor, parts: Sequence[int], codes_a_
     whole = codes.stride(1) == 1 and codes.shape[1] * codes_a_byte >= -(-k // chunk) * chunk
     if not whole or codes.stride(0) % 8 or codes.data_ptr() % 8:
         return "rows of codes can't be read eight bytes at a time"
+    if bias is not None and bias.numel() > 1 and bias.stride(0) != 1:
+        return f"elements of the bias are {bias.stride(0)} apart, and it is read as if they lay side by side"
     return None
 
 
@@ -208,7 +212,7 @@ def matmul_fp8(
     block_columns: int,
 ) -> Plan | str:
     """For `olq.ops.linear.matmul_fp8`, whose arguments these are after the result."""
-    refusal = _refusal("fp8", x, codes, parts, 1)
+    refusal = _refusal("fp8", x, codes, bias, parts, 1)
     if refusal:
         return refusal
     whole = not block_columns or block_columns >= x.shape[1]
@@ -237,7 +241,7 @@ def matmul_mxfp8(
     scale_layout: str = "linear",
 ) -> Plan | str:
     """For `olq.ops.linear.matmul_mxfp8`, whose arguments these are after the result."""
-    refusal = _refusal("mxfp8", x, codes, parts, 1)
+    refusal = _refusal("mxfp8", x, codes, bias, parts, 1)
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)
@@ -263,7 +267,7 @@ def matmul_nvfp4(
     scale_layout: str = "linear",
 ) -> Plan | str:
     """For `olq.ops.linear.matmul_nvfp4`, whose arguments these are after the result."""
-    refusal = _refusal("nvfp4", x, codes, parts, 2)
+    refusal = _refusal("nvfp4", x, codes, bias, parts, 2)
     if refusal:
         return refusal
     m, k = x.shape

@@ -56,18 +56,19 @@ def operator(
         name = writes.__name__
         function = _making(make, writes) if make else writes
 
-        def checked(*args: object, **kwargs: object) -> object:
-            check(*args, **kwargs)
-            with torch.no_grad():
-                return function(*args, **kwargs)
+        def checked_on(device: str) -> _Function:
+            def checked(*args: object, **kwargs: object) -> object:
+                check(*args, **kwargs)
+                return _as_it_is(device, function, args, kwargs)
+
+            return checked
 
         def by_kernel(*args: object, **kwargs: object) -> object:
             # What was launched before needs no check: checks look at nothing that a replay's signature leaves out.
             if kwargs or not kernels.replay(name, args):
                 check(*args, **kwargs)
                 if kwargs or not kernels.launch(name, args):
-                    with torch.no_grad():
-                        return function(*args, **kwargs)
+                    return _as_it_is("cuda", function, args, kwargs)
             return None
 
         def new_by_kernel(*args: object, **kwargs: object) -> object:
@@ -76,8 +77,8 @@ def operator(
                 check(*args, **kwargs)
                 with torch.no_grad():
                     outputs = make(*args, **kwargs)
-                    if kwargs or not kernels.launch(name, args, outputs):
-                        writes(*outputs, *args, **kwargs)
+                if kwargs or not kernels.launch(name, args, outputs):
+                    _as_it_is("cuda", writes, (*outputs, *args), kwargs)
             return _returned(outputs)
 
         def checked_fake(*args: object, **kwargs: object) -> object:
@@ -87,13 +88,24 @@ def operator(
         _LIBRARY.define(
             f"{name}({arguments}) -> {returns if fake else '()'}", tags=(torch.Tag.pt2_compliant_tag,)
         )
-        _LIBRARY.impl(name, checked, "CPU")
-        on_cuda = (new_by_kernel if make else by_kernel) if kernel else checked
+        _LIBRARY.impl(name, checked_on("cpu"), "CPU")
+        on_cuda = (new_by_kernel if make else by_kernel) if kernel else checked_on("cuda")
         _LIBRARY.impl(name, on_cuda, "CUDA")
         torch.library.register_fake(f"olq::{name}", checked_fake, lib=_LIBRARY)
         return function
 
     return declare
+
+
+def _as_it_is(
+    device: str, function: _Function, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Call without gradients, and outside of torch.autocast, which would compute in another precision."""
+    with torch.no_grad():
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
 
 
 def _making(make: Callable[..., tuple[Tensor, ...]], writes: _Function) -> _Function:
@@ -193,7 +205,7 @@ def check_places(
         need = f"at least {last_row + 1} rows and {last_column} columns"
         fail(operator, "scale", f"shape {tuple(scale.shape)}", need)
     if layout == "swizzled_128x4":
-        dense = scale.stride(-1) == 1 and scale.stride(-2) == columns
+        dense = scale.stride(-1) == 1 and (scale.stride(-2) == columns or not columns)
         if rows % 128 or columns % 4 or not dense:
             found = f"shape {tuple(scale.shape)}, strides {tuple(scale.stride())}"
             fail(operator, "scale", found, "rows in 128s, columns in 4s, the last two dimensions dense")

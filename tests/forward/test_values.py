@@ -8,6 +8,7 @@ from forward.oracle import input_values, product, sums, weight_values, worst
 
 import olq
 from olq import forward
+from olq.forward import scaled_blocks
 
 CPU_SCALED_MM = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="scaled_mm on a CPU needs torch 2.13"
@@ -99,6 +100,36 @@ def test_float64_inputs_are_multiplied_in_float64():
 def test_no_tokens(method, params, shape):
     y = loaded(method, numbers(1, 32, 64), (16, 16), **params)(torch.zeros(shape))
     assert y.shape == (*shape[:-1], 32)
+
+
+@CPU_SCALED_MM
+@pytest.mark.parametrize("activations", ["tensor", "token"])
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)], ids=str)
+def test_no_tokens_by_name(activations, shape):
+    bias = torch.ones(32, dtype=torch.bfloat16)
+    params = {"granularity": "channel", "activations": activations, "path": "scaled_mm"}
+    y = loaded("fp8", numbers(1, 32, 64), (16, 16), bias, **params)(torch.zeros(shape, dtype=torch.bfloat16))
+    assert (y.shape, y.dtype) == ((*shape[:-1], 32), torch.bfloat16)
+
+
+def test_no_tokens_of_block_formats():
+    swizzled = {"activations": "group", "scale_layout": "swizzled_128x4"}
+    for method, params in (("mxfp8", swizzled), ("nvfp4", {**swizzled, "scale_sharing": "common"})):
+        layer = loaded(method, numbers(1, 32, 64), (16, 16), **params)
+        x, bias = torch.zeros(2, 0, 64, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+        y = scaled_blocks.path(layer.quant_method.stored(layer), x, bias)
+        assert (y.shape, y.dtype) == ((2, 0, 32), torch.bfloat16)
+
+
+@pytest.mark.parametrize("path", ["auto", "matmul"])
+@pytest.mark.parametrize(("method", "params"), [*METHODS, *QUANTIZED], ids=str)
+def test_no_columns_leave_the_bias(method, params, path):
+    if path == "matmul" and "activations" in params:
+        pytest.skip("matmul leaves x as it is")
+    bias = torch.arange(32.0)
+    layer = loaded(method, numbers(1, 32, 0), (16, 16), bias, path=path, **params)
+    assert torch.equal(layer(torch.zeros(2, 3, 0)), bias.expand(2, 3, 32))
+    assert layer(torch.zeros(2, 0, 0)).shape == (2, 0, 32)
 
 
 @pytest.mark.parametrize(("method", "params"), [*METHODS, *QUANTIZED], ids=str)

@@ -63,7 +63,9 @@ def test_sums_err_no_more_than_float32_sums(device, data):
         x = torch.randn(m, k + 3, generator=generator).to(dtype)[:, 1 : k + 1]
     elif way == "steps":
         x = torch.randn(m, 2 * k, generator=generator).to(dtype)[:, ::2]
-    bias = torch.randn(sum(parts), generator=generator).to(dtype) if data.draw(st.booleans()) else None
+    n, bias = sum(parts), torch.randn(2 * sum(parts), generator=generator).to(dtype)
+    ways = {"none": None, "dense": bias[:n], "steps": bias[::2], "one": bias[:1].expand(n)}
+    bias = ways[data.draw(st.sampled_from(sorted(ways)))]
     y = product(weight, x, bias, device)
     assert y.shape == (m, sum(parts))
     assert largest_error(y, x, weight.as_dtype(dtype), bias) <= 1.0

@@ -60,6 +60,19 @@ def test_what_has_no_kernel_says_why(form):
     assert plan(form, 0, [16], 256) == "there are no elements"
 
 
+@FORMS
+def test_a_bias_whose_elements_lie_apart_goes_the_other_way(form):
+    weight, x = make(form, [16], 64), torch.zeros(1, 64, dtype=torch.bfloat16)
+    out, long = x.new_empty(1, 16), x.new_zeros(40)
+    for bias, apart in ((long[:32:2], 2), (long[:1].expand(16), 0)):
+        found = plans.plan(weight.operator, (out, *weight.args(x, bias)))
+        assert found == f"elements of the bias are {apart} apart, and it is read as if they lay side by side"
+    for bias in (long[:16], long[3:19]):
+        assert isinstance(plans.plan(weight.operator, (out, *weight.args(x, bias))), Plan)
+    one = make(form, [1], 64)
+    assert isinstance(plans.plan(one.operator, (out[:, :1], *one.args(x, long[:2:2]))), Plan)
+
+
 def test_odd_codes_and_odd_units_go_the_other_way():
     weight = make("fp8 channel", [16], 256)
     x, out = torch.zeros(1, 250, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
@@ -100,6 +113,16 @@ def test_no_rows_and_no_columns_of_a_weight():
     assert y.eq(1).all()
     assert OPS.matmul_fp8(torch.zeros(2, 16), codes, scale, None, [], [], 1, 0).shape == (2, 0)
     assert OPS.matmul_fp8(torch.zeros(2, 16), codes, scale, None, [0, 3], [0, 4], 1, 0).shape == (2, 3)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_does_not_change_an_operator(form, dtype):
+    weight = make(form, [7, 40], 100)
+    x, operator = torch.randn(3, 100).to(dtype), getattr(OPS, weight.operator)
+    want = operator(*weight.args(x, None))
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(operator(*weight.args(x, None)), want)
 
 
 REFUSED = {
