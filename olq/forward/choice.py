@@ -201,5 +201,5 @@ def not_quantized(layer: nn.Module) -> LayoutError:
         where=type(layer).__name__,
         found="no attribute `quant_method`",
         need="a layer that olq.prepare took over, or whose create_weights was called",
-        remedy="ask olq.report, or Report.table(), which layers are quantized",
+        remedy="print the report that olq.load returned: it lists the layers that are quantized",
     )

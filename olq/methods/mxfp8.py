@@ -94,7 +94,9 @@ class Mxfp8(QuantMethod):
     def finite(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """See `QuantMethod.finite`."""
         scales = [weight["_scale"].detach() for weight in weights]
-        if all(scale.numel() for scale in scales):  # the largest byte of each, in a few launches for all of them
+        if all(
+            scale.numel() for scale in scales
+        ):  # the largest byte of each, in a few launches for all of them
             return torch.stack(torch.ops.aten._foreach_max(scales)) != _NAN_BYTE
         return torch.stack([(scale != _NAN_BYTE).all() for scale in scales])
 
