@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.checkout import commit
+
 #: Exit statuses: bytes or values are wrong; there is no device to run on; a target was missed, under `--check`.
 WRONG, NO_GPU, MISSED = 1, 2, 3
 
@@ -40,7 +42,7 @@ def options(
 
 
 def environment() -> dict[str, object]:
-    """The machine and the versions that the numbers belong to."""
+    """The machine, the versions and the commit that the numbers belong to."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -53,6 +55,7 @@ def environment() -> dict[str, object]:
         "triton": triton,
         "python": ".".join(map(str, sys.version_info[:3])),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
     }
 
 

@@ -6,7 +6,6 @@ passed, failed and were skipped, with the names of those that failed; a test tha
 """
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -17,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-REPO = Path(__file__).resolve().parents[1]
+from benchmarks.checkout import commit
+
 MARK = ("marked", "cuda")  # travels from a worker to the controller with each report
 CRASHED = "???"  # xdist's name of the phase in which a worker died; such a report has no properties
 ORDER = (
@@ -25,29 +25,6 @@ ORDER = (
     "passed",
     "failed",
 )  # a test's phases, as pytest names their outcomes: the last of these counts
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def commit(folder: Path = REPO) -> str:
-    """The commit of a checkout, with "-dirty" if files differ from it or are new; results do not count.
-
-    Without a checkout of git: the environment variable OLQ_COMMIT, else "unknown".
-    """
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    head = _git(folder, "rev-parse", "HEAD")
-    if head is None or top is None or Path(top).resolve() != folder.resolve():
-        return os.environ.get("OLQ_COMMIT") or "unknown"
-    changed = _git(
-        folder, "--no-optional-locks", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results"
-    )
-    return head if changed == "" else f"{head}-dirty"
 
 
 def _driver() -> str | None:

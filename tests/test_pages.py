@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import recording
 
-from benchmarks import forward_gpu, gpu_cases, linear_cases, pages, targets
+from benchmarks import checkout, forward_gpu, gpu_cases, linear_cases, pages, targets
 from benchmarks.verified_page import verified
 
 REPO = Path(__file__).resolve().parents[1]
@@ -288,7 +288,7 @@ def recorded(folder: Path, source: str, *options: str) -> list[dict]:
     done = subprocess.run(
         [*command, *options],
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(REPO / "tests")},
+        env=environment | {"PYTHONPATH": os.pathsep.join((str(REPO), str(REPO / "tests")))},
         capture_output=True,
         text=True,
         timeout=150,
@@ -342,16 +342,16 @@ def test_a_commit_is_dirty_when_files_differ_but_results_do_not_count(tmp_path):
     head = git(tmp_path, "rev-parse", "HEAD").strip()
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results" / "verified.jsonl").write_text("{}\n")
-    assert recording.commit(tmp_path) == head
+    assert checkout.commit(tmp_path) == head
     (tmp_path / "b.py").write_text("")
-    assert recording.commit(tmp_path) == f"{head}-dirty"
+    assert checkout.commit(tmp_path) == f"{head}-dirty"
 
 
 def test_without_git_the_environment_names_the_commit(tmp_path, monkeypatch):
     (tmp_path / ".git").write_text("no repository")
     monkeypatch.setenv("OLQ_COMMIT", "abc-dirty")
-    assert recording.commit(tmp_path) == "abc-dirty"
+    assert checkout.commit(tmp_path) == "abc-dirty"
     monkeypatch.delenv("OLQ_COMMIT")
-    assert recording.commit(tmp_path) == "unknown"
+    assert checkout.commit(tmp_path) == "unknown"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert recording.commit(tmp_path) == "unknown"
+    assert checkout.commit(tmp_path) == "unknown"
