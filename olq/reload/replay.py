@@ -1,14 +1,9 @@
 """The second load of a name: what its loader did the first time, done again without the loader.
 
-A loader that only copies slices of the fed tensor into slices of parameters does the same whenever a tensor of the same
-shape and strides comes under the same name. Its copies are recorded while it runs, and become a plan when their session
-commits. A later session checks the tensor's signature and repeats them: no loader, no dispatch mode, no work an
-element. Whatever does more than views and copies (a cast, a sum, an index, values of another tensor) is not recorded
-and runs its loader every time; so does a tensor of another signature.
-
-    plan       signature and, for each copy, (parameter, box, where its source lies in the fed tensor, units)
-    plan key   what else a loader looks at (an expert map that moved) is the caller's to say
-    queue      with stable sources a replay only counts the arrival and queues it; `flush` writes the bytes
+What a loader copies is recorded while it runs (`olq.reload.plans`), and becomes a plan when the session commits. A
+later session checks the tensor's signature and repeats it: no loader, no dispatch mode, no work an element. What has no
+plan runs its loader every time; so does a tensor of another signature. With stable sources a replay only counts the
+arrival and queues it; `flush` writes the bytes.
 """
 
 from collections import deque
@@ -199,7 +194,7 @@ class Replay:
     def _keep_routine(self, plans: Plans) -> None:
         """Note whether the plans of this session can be repeated, where that is of use: where a GPU would wait."""
         weights = self._names.weights
-        if plans.routine is not None and plans.routine.plans.keys() == self._used.keys():
+        if plans.routine is not None and plans.routine.came_with(self._used, weights):
             return
         plans.routine = None
         if any(quantized.waits(one.device) for one in weights):

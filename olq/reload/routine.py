@@ -110,6 +110,15 @@ class Routine:
             routine.writes[id(plan)] = writes
         return routine if routine.weights and not any(left.values()) else None
 
+    def came_with(self, plans: Mapping[int, Plan], weights: Iterable[QuantizedWeight]) -> bool:
+        """Whether a complete load of just these weights was brought by this routine, whatever else came.
+
+        Args:
+            plans: that were used, by id.
+            weights: all quantized weights of the model.
+        """
+        return self.plans.keys() <= plans.keys() and self.weights.keys() == {one.label for one in weights}
+
 
 @dataclass(slots=True)
 class Target:

@@ -212,3 +212,14 @@ def test_an_abort_after_something_came_leaves_one_that_says_so():
         model.quant_method.apply(model, activations())
     olq.load(model, iter(sources(4).items()), sources="stable")
     assert as_bytes(model) == cold(cpu_sources(4))
+
+
+def test_a_routine_is_kept_while_its_plans_bring_everything_whatever_else_comes():
+    """Norms and other parameters in high precision come by plans too, and are not part of it."""
+    model = recorded()
+    routine = model.quant_plans.routine
+    for seed in (3, 4):
+        with Session(model) as session:  # transient sources: a regular session
+            feed(session, sources(seed))
+        assert model.quant_plans.routine is routine
+    assert as_bytes(model) == cold(cpu_sources(4))
