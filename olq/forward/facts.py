@@ -57,6 +57,10 @@ class Weight:
         """The path that the method's parameters ask for; "auto" leaves it to the table."""
         return getattr(self.params, "path", "auto")
 
+    def matrix(self, x: Tensor) -> Tensor:
+        """x [..., K] as [M, K], also where M or K is 0."""
+        return x.reshape(x.shape[:-1].numel(), self.columns)
+
     def parameter(self, name: str) -> str | None:
         """A parameter of the method, None if the method has none of that name."""
         return getattr(self.params, name, None)

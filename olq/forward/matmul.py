@@ -19,7 +19,7 @@ def weight_only(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
         [..., N], dtype of x, contiguous.
     """
     tensors, ops = weight.tensors, torch.ops.olq
-    x2 = x.reshape(x.shape[:-1].numel(), weight.columns)
+    x2 = weight.matrix(x)
     parts, starts = list(weight.parts), list(weight.starts)
     if weight.method == "fp8":
         y = ops.matmul_fp8(x2, tensors[""], tensors["_scale"], bias, parts, starts, *weight.block)

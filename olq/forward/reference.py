@@ -44,7 +44,7 @@ def quantized(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
         [..., N], dtype of x.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    xq = rounded(x.detach().reshape(x.shape[:-1].numel(), weight.columns), weight).to(wide)
+    xq = rounded(weight.matrix(x.detach()), weight).to(wide)
     with torch.autocast(x.device.type, enabled=False):  # which would round both operands again
         y = weight_only(weight, xq, None if bias is None else bias.detach().to(wide))
     return y.to(x.dtype).view(*x.shape[:-1], weight.rows)

@@ -27,6 +27,11 @@ class Operands(NamedTuple):
     swizzle: list[SwizzleType]
 
 
+def widened(x: Tensor, columns: int) -> Tensor:
+    """x with zeros up to the columns of the kernel format: quantized to zeros, they leave every scale as it is."""
+    return x if x.shape[1] == columns else functional.pad(x, (0, columns - x.shape[1]))
+
+
 def multiply(operands: Operands, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """scaled_mm of the operands, summed in float32, [M', R]."""
     a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle = operands

@@ -17,14 +17,13 @@ Letters   M = rows of x; R, C = rows and columns of the weight's codes; G = scal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
 from olq.forward.activations import quantize_nvfp4
 from olq.forward.facts import Weight
-from olq.forward.scaled import Operands, logical, multiply
+from olq.forward.scaled import Operands, logical, multiply, widened
 from olq.layout.swizzle import padded_shape
-from olq.ops.declare import check_dtype, check_same_device, check_shape, fail, operator
+from olq.ops.declare import check_bias, check_dtype, check_same_device, check_shape, fail, operator
 
 LAYOUT = "swizzled_128x4"
 _SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE
@@ -32,7 +31,7 @@ _SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE
 
 def operands_mxfp8(x: Tensor, codes: Tensor, scale: Tensor, rule: str) -> Operands:
     """Quantize x [M, K] by `rule`, and lay both operands out as the recipe wants them."""
-    a, s = torch.ops.olq.quantize_mxfp8(_widened(x, codes.shape[1]), LAYOUT, rule)
+    a, s = torch.ops.olq.quantize_mxfp8(widened(x, codes.shape[1]), LAYOUT, rule)
     e4m3, e8m0, recipe = torch.float8_e4m3fn, torch.float8_e8m0fnu, [ScalingType.BlockWise1x32]
     return Operands(
         a.view(e4m3), codes.view(e4m3).t(), [s.view(e8m0)], recipe, [scale.view(e8m0)], recipe, [_SWIZZLED]
@@ -41,7 +40,7 @@ def operands_mxfp8(x: Tensor, codes: Tensor, scale: Tensor, rule: str) -> Operan
 
 def operands_nvfp4(x: Tensor, codes: Tensor, scale: Tensor, scale_2: Tensor) -> Operands:
     """Quantize x [M, K], its tensor scale from its largest magnitude, and lay both operands out."""
-    a, s, s_2 = quantize_nvfp4(_widened(x, 2 * codes.shape[1]), LAYOUT)
+    a, s, s_2 = quantize_nvfp4(widened(x, 2 * codes.shape[1]), LAYOUT)
     e2m1, e4m3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     return Operands(
@@ -55,11 +54,6 @@ def operands_nvfp4(x: Tensor, codes: Tensor, scale: Tensor, scale_2: Tensor) -> 
     )
 
 
-def _widened(x: Tensor, columns: int) -> Tensor:
-    """x with zeros up to the columns of the kernel format; they are quantized to zeros and start no new block."""
-    return x if x.shape[1] == columns else functional.pad(x, (0, columns - x.shape[1]))
-
-
 def _check(name: str, x: Tensor, codes: Tensor, bias: Tensor | None, rows: int, codes_a_byte: int) -> None:
     check_dtype(name, "x", x, torch.bfloat16)
     check_dtype(name, "codes", codes, torch.uint8)
@@ -71,10 +65,7 @@ def _check(name: str, x: Tensor, codes: Tensor, bias: Tensor | None, rows: int, 
     if codes.shape[0] % 16 or columns % 32 or not codes.is_contiguous() or rows > codes.shape[0]:
         found = f"shape {tuple(codes.shape)}, strides {tuple(codes.stride())} for {rows} rows"
         fail(name, "codes", found, "at least as many rows, in 16s, columns in 32s, dense")
-    if bias is not None:
-        check_dtype(name, "bias", bias, x.dtype)
-        check_shape(name, "bias", bias, (rows,))
-        check_same_device(name, x=x, bias=bias)
+    check_bias(name, bias, rows, x.dtype, x=x)
 
 
 def _check_scale(name: str, scale: Tensor, rows: int, columns: int, block: int) -> None:
@@ -168,7 +159,7 @@ def _finish(operands: Operands, x: Tensor, bias: Tensor | None, rows: int) -> Te
 
 def path(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     """The operator for a layer's weight: [..., K] to [..., N]."""
-    x2, tensors = x.detach().reshape(x.shape[:-1].numel(), weight.columns), weight.tensors
+    x2, tensors = weight.matrix(x.detach()), weight.tensors
     bias = None if bias is None else bias.detach()
     if weight.method == "mxfp8":
         y = torch.ops.olq.scaled_mm_mxfp8(

@@ -32,9 +32,17 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from olq.forward.activations import FP8_UNITS, quantize_fp8
 from olq.forward.facts import Weight
-from olq.forward.scaled import Operands, logical, multiply, packed
+from olq.forward.scaled import Operands, logical, multiply, packed, widened
 from olq.layout.order import round_up
-from olq.ops.declare import OUT_DTYPES, check_dtype, check_same_device, check_shape, fail, operator
+from olq.ops.declare import (
+    OUT_DTYPES,
+    check_bias,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    fail,
+    operator,
+)
 
 GROUP = 128
 #: Rows of x that 1x128 scales need a multiple of.
@@ -65,7 +73,7 @@ def operands_fp8(
         activations, power_of_two: how x is quantized.
     """
     rows = codes.shape[0]
-    x, b = _widened(x, codes.shape[1]), codes.view(_E4M3).t()
+    x, b = widened(x, codes.shape[1]), codes.view(_E4M3).t()
     if activations == "group":
         a, s = quantize_fp8(x, "group", power_of_two, round_up(x.shape[0], ROWS_ALIGNMENT))
         missing = -scale.shape[1] % 4
@@ -111,11 +119,6 @@ def few_rows(
     return out
 
 
-def _widened(x: Tensor, columns: int) -> Tensor:
-    """x with zeros up to the columns of the codes; they leave every scale as it is."""
-    return x if x.shape[1] == columns else functional.pad(x, (0, columns - x.shape[1]))
-
-
 def _one(device: torch.device) -> Tensor:
     """A scale that changes nothing, float32 [1, 1]: made once for a device and waited for, so that all streams may
     read it.
@@ -126,9 +129,7 @@ def _one(device: torch.device) -> Tensor:
             one = torch.ones(1, 1, device=device)
         if device.type != "cuda":
             _ONES[device] = one
-        elif (
-            not torch.cuda.is_current_stream_capturing()
-        ):  # else its memory is the graph's, and so it stays there
+        elif not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's, and stays there
             torch.cuda.current_stream(device).synchronize()
             _ONES[device] = one
     return one
@@ -184,10 +185,7 @@ def _check(
         if not packed(parts, starts):
             fail(name, "starts", list(starts), "parts one after the other, or scales for 128x128 blocks")
     check_same_device(name, x=x, codes=codes, scale=scale)
-    if bias is not None:
-        check_dtype(name, "bias", bias, x.dtype)
-        check_shape(name, "bias", bias, (sum(parts),))
-        check_same_device(name, x=x, bias=bias)
+    check_bias(name, bias, sum(parts), x.dtype, x=x)
 
 
 def _fake(
@@ -234,7 +232,7 @@ def scaled_mm_fp8(
         return x.new_empty(0, sum(parts))
     single = scale.shape == (1,) and (activations == "tensor" or x.shape[0] == 1)
     if activations != "group" and not single and x.shape[0] <= FEW_ROWS:
-        a, s = quantize_fp8(_widened(x, codes.shape[1]), activations, power_of_two)
+        a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)
         return few_rows(a, s, codes, scale, bias, parts, x.dtype)
     operands = operands_fp8(x, codes, scale, parts, activations, power_of_two)
     # In the product a bias is added before the one rounding; cuBLAS takes it for whole rows of 16-bit outputs, and
@@ -250,7 +248,7 @@ def scaled_mm_fp8(
 def path(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     """The operator for a layer's weight: [..., K] to [..., N]."""
     y = torch.ops.olq.scaled_mm_fp8(
-        x.detach().reshape(x.shape[:-1].numel(), weight.columns),
+        weight.matrix(x.detach()),
         weight.tensors[""],
         weight.tensors["_scale"],
         None if bias is None else bias.detach(),

@@ -180,6 +180,14 @@ def check_same_device(operator: str, **tensors: Tensor) -> None:
             fail(operator, argument, tensor.device, f"{anchor.device}, where {first!r} is")
 
 
+def check_bias(operator: str, bias: Tensor | None, n: int, dtype: torch.dtype, **beside: Tensor) -> None:
+    """Check that a bias, if there is one, has n elements of the dtype, where the tensor beside it is."""
+    if bias is not None:
+        check_dtype(operator, "bias", bias, dtype)
+        check_shape(operator, "bias", bias, (n,))
+        check_same_device(operator, **beside, bias=bias)
+
+
 def check_places(
     operator: str,
     scale: Tensor,

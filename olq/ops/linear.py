@@ -29,6 +29,7 @@ from torch.nn import functional
 from olq.formats import MXFP8_BLOCK, NVFP4_BLOCK
 from olq.ops.declare import (
     OUT_DTYPES,
+    check_bias,
     check_blocks,
     check_dtype,
     check_places,
@@ -77,14 +78,29 @@ def _check(
             found = f"start {start} of a part of {rows} rows"
             fail(name, "starts", found, f"parts within the {codes.shape[0]} rows of codes")
     check_same_device(name, x=x, codes=codes, scale=scale)
-    if bias is not None:
-        check_dtype(name, "bias", bias, x.dtype)
-        check_shape(name, "bias", bias, (sum(parts),))
-        check_same_device(name, x=x, bias=bias)
+    check_bias(name, bias, sum(parts), x.dtype, x=x)
 
 
 def _fake(x: Tensor, parts: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape[0], sum(parts))
+
+
+def _fake_8(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, parts: Sequence[int], *rest: object
+) -> Tensor:
+    return _fake(x, parts)
+
+
+def _fake_4(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    scale_2: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[int],
+    *rest: object,
+) -> Tensor:
+    return _fake(x, parts)
 
 
 def _making(fake: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:
@@ -168,24 +184,11 @@ def _check_fp8(
         fail(name, "starts", list(starts), f"multiples of {block_rows}, the rows of a block")
 
 
-def _fake_fp8(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    parts: Sequence[int],
-    starts: Sequence[int],
-    block_rows: int,
-    block_columns: int,
-) -> Tensor:
-    return _fake(x, parts)
-
-
 @operator(
     f"{_HEAD}, {_TAIL}, int block_rows, int block_columns",
     _check_fp8,
-    fake=_fake_fp8,
-    make=_making(_fake_fp8),
+    fake=_fake_8,
+    make=_making(_fake_8),
     returns="Tensor",
     kernel=True,
 )
@@ -229,23 +232,11 @@ def _check_mxfp8(
         check_places(name, scale, (), rows, blocks, scale_layout, (start, 1, 0))
 
 
-def _fake_mxfp8(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    parts: Sequence[int],
-    starts: Sequence[int],
-    scale_layout: str = "linear",
-) -> Tensor:
-    return _fake(x, parts)
-
-
 @operator(
     f'{_HEAD}, {_TAIL}, str scale_layout="linear"',
     _check_mxfp8,
-    fake=_fake_mxfp8,
-    make=_making(_fake_mxfp8),
+    fake=_fake_8,
+    make=_making(_fake_8),
     returns="Tensor",
     kernel=True,
 )
@@ -288,24 +279,11 @@ def _check_nvfp4(
         check_places(name, scale, (), rows, blocks, scale_layout, (start, 1, 0))
 
 
-def _fake_nvfp4(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    scale_2: Tensor,
-    bias: Tensor | None,
-    parts: Sequence[int],
-    starts: Sequence[int],
-    scale_layout: str = "linear",
-) -> Tensor:
-    return _fake(x, parts)
-
-
 @operator(
     f'{_HEAD}, Tensor scale_2, {_TAIL}, str scale_layout="linear"',
     _check_nvfp4,
-    fake=_fake_nvfp4,
-    make=_making(_fake_nvfp4),
+    fake=_fake_4,
+    make=_making(_fake_4),
     returns="Tensor",
     kernel=True,
 )

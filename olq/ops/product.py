@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from olq.ops.declare import OUT_DTYPES, check_dtype, check_same_device, check_shape, fail, operator
+from olq.ops.declare import (
+    OUT_DTYPES,
+    check_bias,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    fail,
+    operator,
+)
 
 
 def _check(
@@ -22,10 +30,7 @@ def _check(
             check_dtype(name, argument, scale, torch.float32)
             check_shape(name, argument, scale, shape)
             check_same_device(name, product=product, scale=scale)
-    if bias is not None:
-        check_dtype(name, "bias", bias, out.dtype)
-        check_shape(name, "bias", bias, (n,))
-        check_same_device(name, product=product, bias=bias)
+    check_bias(name, bias, n, out.dtype, product=product)
 
 
 @operator(

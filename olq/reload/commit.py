@@ -81,7 +81,8 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
                 need="the session's own commit, which copies them into the live addresses",
                 remedy="call session.commit() instead of finalize_layerwise_processing(model)",
             )
-    keep_old = shadow and declares(tree)
+    anything = declares(tree)
+    keep_old = shadow and anything
     before = derived.snapshot(model) if keep_old else None
     waiting = None
     if shadow:
@@ -96,7 +97,7 @@ def go_live(tree: Tree, names: Names, report: Report, *, shadow: bool, partial: 
             online.install(layer)
     for _, _, state in tree.layers:
         state.held = ""
-    if not declares(tree):
+    if not anything:
         return report
     changed = None
     if partial:

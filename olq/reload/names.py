@@ -144,7 +144,7 @@ class Names:
         """Whether names are all that a repeat needs."""
         labels = {self.aliases.get(name, name) for name in given}
         return self.repeat is not None and labels.issuperset(
-            (*self.places, *(name for name in self.plain if name not in self.optional))
+            (*self.places, *(one.label for one in self.required_plain))
         )
 
     @cached_property

@@ -327,18 +327,13 @@ def judge(weights: Iterable[QuantizedWeight]) -> None:
         NonFiniteError: a weight got inf or NaN, and its method refuses that. Which element is not known any more, and
             the load has to begin again.
     """
-    groups: dict[tuple[QuantMethod, torch.device], list[QuantizedWeight]] = {}
-    for weight in weights:
-        if weight.unjudged and weight.coverage.complete and not weight.waiting:
-            groups.setdefault((weight.method, weight.device), []).append(weight)
-    answers = [(group, key[0].finite([one.tensors for one in group])) for key, group in groups.items()]
+    due = [one for one in weights if one.unjudged and one.coverage.complete and not one.waiting]
     bad: list[QuantizedWeight] = []
-    for group, answer in answers:
-        for weight, finite in zip(group, answer.tolist(), strict=True):
-            if not finite:
-                weight.lose(weight.unjudged)
-                bad.append(weight)
-            weight.unjudged = ""
+    for weight, good in zip(due, finite([(w.method, w.device, w.tensors) for w in due]), strict=True):
+        if not good:
+            weight.lose(weight.unjudged)
+            bad.append(weight)
+        weight.unjudged = ""
     if bad:
         raise NonFiniteError(
             "A weight holds a value that is not finite.",
@@ -348,6 +343,20 @@ def judge(weights: Iterable[QuantizedWeight]) -> None:
             remedy="repair the sources and load again (sources='transient' names the element), or set the method's "
             "nonfinite='saturate'",
         )
+
+
+def finite(stored: Sequence[tuple[QuantMethod, torch.device, Mapping[str, Tensor]]]) -> list[bool]:
+    """Whether each weight that has been written as a whole is usable. All are asked before any answer is waited for.
+
+    Args:
+        stored: method, device and kernel tensors by suffix of each.
+    """
+    groups: dict[tuple[QuantMethod, torch.device], list[int]] = {}
+    for i, (method, device, _) in enumerate(stored):
+        groups.setdefault((method, device), []).append(i)
+    answers = [(group, method.finite([stored[i][2] for i in group])) for (method, _), group in groups.items()]
+    good = {i: one for group, answer in answers for i, one in zip(group, answer.tolist(), strict=True)}
+    return [good[i] for i in range(len(stored))]
 
 
 def waits(device: torch.device) -> bool:

@@ -9,7 +9,6 @@ and get the accounts that they would have had; from there on it is a load like a
 from collections.abc import Mapping
 from contextlib import ExitStack
 from threading import RLock
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,6 @@ from olq.reload.quantized import QuantizedWeight
 from olq.reload.routine import Routine, Target, Write
 from olq.reload.stage import Meter
 from olq.reload.tree import Tree
-
-if TYPE_CHECKING:
-    from olq.methods.base import QuantMethod
 
 #: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
 #: begins early, is not done with one launch before the next one comes, and later launches are few.
@@ -123,9 +119,8 @@ class Repeat:
             if self._stopped or key in self._seen:
                 return False
             streams = self._current()
-            if (
-                self._queue and streams != self._streams_of_queue
-            ):  # what waits is ready on its own stream, not on this
+            # What waits is ready on its own stream, not on this.
+            if self._queue and streams != self._streams_of_queue:
                 self._write_there()
             if not self._queue:
                 self._streams_of_queue = streams
@@ -183,11 +178,9 @@ class Repeat:
 
     def finite(self) -> bool:
         """Whether all weights are usable: one wait for the GPU."""
-        groups: dict[tuple[QuantMethod, torch.device], list[Mapping[str, Tensor]]] = {}
-        for one in self.targets.values():
-            groups.setdefault((one.method, one.state.device), []).append(one.tensors)
-        answers = [method.finite(tensors).all() for (method, _), tensors in groups.items()]
-        return all(map(bool, answers))
+        return all(
+            quantized.finite([(one.method, one.state.device, one.tensors) for one in self.targets.values()])
+        )
 
     def check(self) -> None:
         """Raise `LoaderError` if somebody replaced a kernel tensor meanwhile."""

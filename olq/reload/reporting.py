@@ -1,10 +1,13 @@
 """From the accounts of a finished load to its report."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
-from olq.methods.state import state_of
+from olq.methods.base import QuantMethod, WeightPlan
+from olq.methods.state import LayerState, state_of
 from olq.reload.declarations import declares
 from olq.reload.derived import undeclared
 from olq.reload.names import Names
@@ -16,7 +19,6 @@ from olq.report import KeptReport, Report, Status, TensorStatus, WeightReport
 
 #: Attribute of a prepared model: layer names to the reason why they stay in high precision.
 KEPT = "quant_kept"
-_OWN = "the layer's own method"
 
 
 def build_report(
@@ -104,16 +106,13 @@ def _weight(weight: QuantizedWeight, names: Names, changed: tuple[int, int] | No
     plan, error = weight.plan, weight.error
     state = state_of(names.layers[weight.label.rpartition(".")[0]])
     measured = error is not None and bool(error.signal or error.noise)
-    return WeightReport(
-        name=weight.label,
-        method=weight.method.title,
-        reason=state.reason or _OWN,
-        shape=plan.geometry.shape,
-        kernel_bytes=plan.kernel_bytes,
-        source_bytes=weight.parameter.numel() * plan.dtype.itemsize,
+    return _row(
+        weight.label,
+        weight.method,
+        state,
+        plan,
         arrivals=weight.arrivals,
         direct=weight.direct_elements,
-        generation=state.generation + 1,
         sqnr_db=error.sqnr_db if error is not None and measured else None,
         worst_db=error.worst_db if error is not None and measured else None,
         worst_block=error.worst_block if error is not None and measured else None,
@@ -124,15 +123,22 @@ def _weight(weight: QuantizedWeight, names: Names, changed: tuple[int, int] | No
 
 def _repeated(label: str, target: Target) -> WeightReport:
     """What a load would say of a weight whose units all came straight from sources."""
-    plan, elements = target.plan, target.parameter.numel()
+    arrivals, elements = target.weight.arrivals, target.parameter.numel()
+    return _row(label, target.method, target.state, target.plan, arrivals=arrivals, direct=elements)
+
+
+def _row(
+    label: str, method: QuantMethod, state: LayerState, plan: WeightPlan, **counted: Any
+) -> WeightReport:
+    """What is said of every weight, and what was counted or measured of this one."""
+    shape = plan.geometry.shape
     return WeightReport(
         name=label,
-        method=target.method.title,
-        reason=target.state.reason or _OWN,
-        shape=plan.geometry.shape,
+        method=method.title,
+        reason=state.reason or "the layer's own method",
+        shape=shape,
         kernel_bytes=plan.kernel_bytes,
-        source_bytes=elements * plan.dtype.itemsize,
-        arrivals=target.weight.arrivals,
-        direct=elements,
-        generation=target.state.generation + 1,
+        source_bytes=math.prod(shape) * plan.dtype.itemsize,
+        generation=state.generation + 1,
+        **counted,
     )

@@ -104,9 +104,8 @@ class Session:
             owner.undo(tree, self._meter)
             raise
         owner.take(self, shadow=bool(shadow))
-        if (
-            self.names.repeat is not None
-        ):  # sources that wait go with the session, though its names stay known
+        if self.names.repeat is not None:
+            # Sources that wait go with the session, though its names stay known.
             weakref.finalize(self, self.names.repeat.drop).atexit = False
         if not shadow:
             commit.hold(tree, "a partial load of other layers of its model is open")
