@@ -75,6 +75,7 @@ def test_a_gpu_model_loads_reloads_and_computes(method):
     ).norm() <= 0.02 * on_cpu.norm()  # the same weights; bfloat16 sums in another order
 
 
+@pytest.mark.unaudited(reason="an audit holds the memory that it watches, until it sweeps")
 @pytest.mark.parametrize("method", METHODS, ids=method_id)
 def test_a_model_that_is_moved_away_leaves_no_memory_behind(method):
     """What repeated loads have made ready would otherwise hold the old kernel tensors."""
