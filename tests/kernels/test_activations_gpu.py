@@ -73,13 +73,18 @@ def test_the_gated_product_of_float32(through):
         assert_new("silu_mul_quantize_fp8", (gate, up, "row_major", 1, False, *form, through), "cuda")
 
 
-def test_a_second_call_is_made_and_launched_without_tritons_front():
-    for operator, args in calls(weight(37, 300)):
-        args = on_gpu(args)
-        first = getattr(OPS, operator)(*args)
-        again = kernels.renew(operator, args)
-        assert again is not None, operator
-        for a, b in zip(first, again, strict=True):
+def test_a_second_call_is_made_and_launched_without_tritons_front(monkeypatch):
+    every = [(operator, on_gpu(args)) for operator, args in calls(weight(37, 300))]
+    before = [getattr(OPS, operator)(*args) for operator, args in every]
+    if not launching._known():
+        pytest.skip("launches of this Triton release go through its front")
+
+    def refuse(name):
+        raise AssertionError(f"{name} went through Triton's front")
+
+    monkeypatch.setattr(launching, "_kernel", refuse)
+    for (operator, args), first in zip(every, before, strict=True):
+        for a, b in zip(first, getattr(OPS, operator)(*args), strict=True):
             assert a.data_ptr() != b.data_ptr()
             assert storage(a).equal(storage(b))
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
@@ -90,9 +95,10 @@ def test_an_audit_sees_what_is_made():
     for operator, args in calls(weight(37, 300)):
         args = on_gpu(args)
         getattr(OPS, operator)(*args)
-        with alloc.audit():
-            assert kernels.renew(operator, args) is None
-            getattr(OPS, operator)(*args)
+        with alloc.audit() as audit:
+            outputs = getattr(OPS, operator)(*args)
+            watched = {watch.address for watch in audit.watches}
+            assert {output.data_ptr() for output in outputs} == watched, operator
 
 
 def test_outputs_are_no_inference_tensors():
