@@ -23,6 +23,13 @@ settings.register_profile("nightly", _COMMON, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of xdist have the cores to share: with as many threads as cores in each, threads wait for ones that don't
+    # run, and what takes a tenth of a second takes minutes.
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests marked slow too")
     parser.addoption("--require-gpu", action="store_true", help="fail when there is no CUDA device")
