@@ -44,9 +44,8 @@ class Repeat:
         self._queue: list[tuple[list[Write], Tensor]] = []
         self._together = _FIRST
         self._launched: dict[torch.cuda.Stream, None] = {}
-        self._devices = list(
-            {one.state.device for one in targets.values() if one.state.device.type == "cuda"}
-        )
+        devices = {one.state.device for one in targets.values()}
+        self._devices = [device for device in devices if device.type == "cuda"]
         self._streams_of_queue: list[int] = []
         self._objects: list[torch.cuda.Stream] = []
         self._stopped = False
@@ -64,16 +63,21 @@ class Repeat:
         targets: dict[str, Target] = {}
         if len(tree.named) != len(tree.modules):
             return None  # a module under two names may be fed under both
+        judged_later: dict[torch.device, bool] = {}
         for name, layer, state in tree.layers:
-            if not state.installed or state.held or not quantized.waits(state.device):
+            device = state.device
+            if device not in judged_later:
+                judged_later[device] = quantized.waits(device)
+            if not state.installed or state.held or not judged_later[device]:
                 return None
+            made = state.made
             for leaf in state.plans:
-                target: Target | None = state.made.get(leaf)
+                target: Target | None = made.get(leaf)
                 if target is None or not target.still(routine, name, layer):
                     target = Target.of(routine, name, layer, leaf, state)
                     if target is None:
                         return None
-                    state.made[leaf] = target
+                    made[leaf] = target
                 targets[target.label] = target
         return cls(routine, targets) if len(targets) == len(routine.weights) else None
 

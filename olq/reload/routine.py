@@ -186,17 +186,22 @@ class Target:
 
     def still(self, routine: "Routine", name: str, layer: nn.Module) -> bool:
         """Whether nothing has changed that it was made from."""
-        state, leaf, mine = self.state, self.leaf, layer._parameters
-        return (
+        state, leaf, parameter = self.state, self.leaf, self.parameter
+        if not (
             self.routine is routine
             and self.name == name
             and self.layer is layer
             and self.plan is state.plans[leaf]
-            and self.parameter is state.load_parameters[leaf]
-            and self.loader is self.parameter.__dict__.get("weight_loader")
+            and parameter is state.load_parameters[leaf]
+            and self.loader is parameter.__dict__.get("weight_loader")
             and self.method is layer.__dict__["quant_method"]
-            and all(mine.get(key) is tensor for key, tensor in self.named)
-        )
+        ):
+            return False
+        mine = layer._parameters
+        for key, tensor in self.named:  # a generator would take as long as all the rest
+            if mine.get(key) is not tensor:
+                return False
+        return True
 
     @property
     def addresses(self) -> tuple[int, ...]:
