@@ -25,8 +25,9 @@ from olq.reload.stage import Meter
 from olq.reload.tree import Tree
 
 #: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
-#: begins early, is not done with one launch before the next one comes, and later launches are few.
-_FIRST, _MOST = 16, 128
+#: begins early (a layer of a Llama has seven), is not done with one launch before the next one comes, and later launches
+#: are few.
+_FIRST, _MOST = 8, 128
 
 
 class Repeat:
@@ -210,10 +211,16 @@ class Repeat:
         batch = Batch()
         queue, self._queue = self._queue, []
         try:
+            followed: set[str] = set()
             with torch.no_grad():
                 for writes, tensor in queue:
                     for write in writes:
-                        self.targets[write.copy.label].add(batch, write, tensor)
+                        label = write.copy.label
+                        target = self.targets[label]
+                        if label not in followed:  # a model may be moved between two feeds
+                            target.follow()
+                            followed.add(label)
+                        target.add(batch, write, tensor)
                 batch.launch()
         except BaseException:
             self._queue = queue  # writing again what was written does no harm

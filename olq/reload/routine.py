@@ -47,8 +47,9 @@ class Write:
 
     def source(self, tensor: Tensor) -> Tensor:
         """The piece's elements in a fed tensor."""
-        whole = self.copy.source(tensor)
-        return whole if self.piece.index is None else whole[self.piece.index]
+        index = self.piece.index
+        whole = tensor if self.copy.view is None else self.copy.source(tensor)
+        return whole if index is None else whole[index]
 
 
 @dataclass(slots=True)
@@ -218,14 +219,13 @@ class Target:
             self.weight.addresses = addresses
 
     def add(self, batch: Batch, write: Write, tensor: Tensor) -> None:
-        """Do one piece of a copy: in a batch, if a kernel can.
+        """Do one piece of a copy: in a batch, if a kernel can. `follow` comes first.
 
         Args:
             batch: not launched yet.
             write: of this weight.
             tensor: that was fed.
         """
-        self.follow()  # a model may be moved between two feeds
         source, job = write.source(tensor), write.job()
         plain = (
             type(source) is Tensor or type(source) is nn.Parameter

@@ -5,7 +5,6 @@ microseconds of quantizing on a GPU do.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -39,11 +38,8 @@ class Tree:
             self.modules = {}
             for name, module in self.named:
                 self.modules.setdefault(module, name)
-
-    @cached_property
-    def layers(self) -> list[tuple[str, nn.Module, LayerState]]:
-        """The layers with quantized weights, each with its first name and record."""
-        return [
+        #: The layers with quantized weights, each with its first name and record.
+        self.layers: list[tuple[str, nn.Module, LayerState]] = [
             (name, m, state)
             for m, name in self.modules.items()
             if (state := m.__dict__.get(STATE)) is not None
