@@ -199,7 +199,7 @@ class Target:
         ):
             return False
         mine = layer._parameters
-        for key, tensor in self.named:  # a generator would take as long as all the rest
+        for key, tensor in self.named:  # noqa: SIM110  (a generator would take as long as all the rest)
             if mine.get(key) is not tensor:
                 return False
         return True
