@@ -25,7 +25,7 @@ from olq.reload.stage import Meter
 from olq.reload.tree import Tree
 
 #: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
-#: begins early (a layer of a Llama has seven), is not done with one launch before the next comes, and later ones are few.
+#: begins early (a Llama layer has seven), is not done with one launch before the next comes, and later ones are few.
 _FIRST, _MOST = 8, 128
 
 
