@@ -203,8 +203,15 @@ def _compiled(one: Launch, tensors: Sequence[Tensor], device: torch.device) -> A
         HARDWARE=_hardware(device),
         num_warps=one.warps,
         enable_fp_fusion=False,
-        **one.options,
+        **options_of(one),
     )
+
+
+def options_of(one: Launch) -> dict[str, int]:
+    """A launch's options that this build's compiler knows: only CUDA's is told a number of registers."""
+    if torch.version.cuda is not None:
+        return one.options
+    return {name: value for name, value in one.options.items() if name != "maxnreg"}
 
 
 @functools.cache

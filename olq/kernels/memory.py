@@ -85,12 +85,17 @@ def finish(x, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constex
 
 
 @triton.jit
+def fetch(pointers, mask, FULL: tl.constexpr):
+    """A tile as it is stored, 0 where `mask` is false. FULL: the mask is true everywhere."""
+    return tl.load(pointers) if FULL else tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
 def read(
     pointers, mask, FULL: tl.constexpr, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """A tile in float32, 0 where `mask` is false. FULL: the mask is true everywhere."""
-    x = tl.load(pointers) if FULL else tl.load(pointers, mask=mask, other=0.0)
-    return finish(x, THROUGH, LARGEST, HARDWARE)
+    """The same in float32."""
+    return finish(fetch(pointers, mask, FULL), THROUGH, LARGEST, HARDWARE)
 
 
 @triton.jit

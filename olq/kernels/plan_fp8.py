@@ -18,6 +18,7 @@ from olq.kernels.shapes import (
     sweep_of,
     tiling_of,
 )
+from olq.kernels.tiles import Tile
 
 
 def quantize_fp8(
@@ -53,7 +54,10 @@ def _fp8_rows(
     shape: Matrices, source: Tensor, codes: Tensor, scale: Tensor, constants: dict[str, object]
 ) -> Plan:
     tile = tiles.whole_rows(shape.k, is_tall(source))
+    once = tile.columns >= shape.k
+    each = tiles.ROW_TILES if once else 1
     tiling = tiling_of(tile, shape.n, shape.k, source, codes)
+    tiling["FULL"] = tiling["FULL"] and shape.n % (tile.rows * each) == 0
     one = Launch(
         "fp8.quantize_rows",
         (0, 1, 2),
@@ -65,11 +69,18 @@ def _fp8_rows(
             shape.steps[2],
             scale.stride(-2),
         ),
-        {**constants, **tiling, "ONCE": tile.columns >= shape.k},
-        (-(-shape.n // tile.rows), 1, shape.matrices),
+        {**constants, "ONCE": once, "EACH": each, **tiling},
+        (-(-shape.n // (tile.rows * each)), 1, shape.matrices),
         tile.warps,
+        _registers(tile, source) if once and each == 1 else {},
     )
     return Plan((one,))
+
+
+def _registers(tile: Tile, source: Tensor) -> dict[str, int]:
+    """How many a thread gets, where that is known to be enough."""
+    known = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
+    return {"maxnreg": tiles.ROW_REGISTERS} if known else {}
 
 
 def _fp8_groups(

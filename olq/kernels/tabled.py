@@ -73,6 +73,7 @@ class Stage:
             ALIGNED=self.aligned,
             num_warps=self.launch.warps,
             enable_fp_fusion=False,
+            **launching.options_of(self.launch),
         )
         if table.is_cuda and launching._known():
             self.again = launching._Ready(kernel, self.launch)

@@ -115,7 +115,7 @@ def declared(tree: Tree) -> set[str]:
     return {
         join(prefix, one.name)
         for prefix, module in tree.named
-        for one in declarations(module)
+        for one in module.__dict__.get(ATTRIBUTE, ())
         if not one.hook
     }
 

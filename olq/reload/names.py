@@ -218,11 +218,10 @@ def collect(
     scope = scope or Scope()
     if scope.partial:
         _choose(tree, scope)
-    for name, layer, state in tree.layers:
+    if repeat is not None:
+        _leave_closed(tree, names, repeat)
+    for name, layer, state in tree.layers if repeat is None else ():
         state.label = name
-        if repeat is not None:
-            names.layers[name] = layer
-            continue
         if not any(scope.covers(join(name, weight)) for weight in state.plans):
             for weight, plan in state.plans.items():
                 names.stale[join(name, weight)] = math.prod(plan.geometry.shape)
@@ -237,13 +236,21 @@ def collect(
             else:
                 names.stale[full] = parameter.numel()
                 _leave(names, full, parameter)
-    if repeat is not None:
-        names.places = {label: (one.layer, one.leaf) for label, one in repeat.targets.items()}
-    layers = set(names.layers.values())
-    names.named = [(name, module) for name, module in tree.named if module in layers]
+    if repeat is None:
+        layers = set(names.layers.values())
+        names.named = [(name, module) for name, module in tree.named if module in layers]
     _add_plain(tree, names, scope, shadow)
     _untie(tree, names)
     return names
+
+
+def _leave_closed(tree: Tree, names: Names, repeat: Repeat) -> None:
+    """List the layers that a repeat writes: all there are, none of them under a second name."""
+    for name, layer, state in tree.layers:
+        state.label = name
+        names.layers[name] = layer
+    names.named = list(names.layers.items())
+    names.places = {label: (one.layer, one.leaf) for label, one in repeat.targets.items()}
 
 
 def _choose(tree: Tree, scope: Scope) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from olq.methods.state import state_of
+from olq.methods.state import ATTRIBUTE, LayerState
 from olq.reload import commit, online
 from olq.reload.names import Names
 from olq.reload.refusals import open_already
@@ -59,7 +59,7 @@ def take(session: "Session", *, shadow: bool) -> None:
     owner = Owner(weakref.ref(session), session.model, session.names, shadow)
     session.model.__dict__[OWNER] = owner
     for layer in session.names.layers.values():
-        state = state_of(layer)
+        state: LayerState = layer.__dict__[ATTRIBUTE]
         if state.open is None:
             state.owner, state.held = owner, "a load that is open"
         else:
@@ -85,12 +85,12 @@ def make_way(tree: Tree) -> None:
         StateError: something has arrived in a load that may still go on.
     """
     model = tree.model
-    layers = [(name, layer, state) for name, layer, state in tree.layers if state.open is not None]
-    found = (
-        *(s.open.owner for _, _, s in layers),
-        *(s.owner for _, _, s in tree.layers),
+    layers = [one for one in tree.layers if one[2].open is not None]
+    found = [
+        *[state.open.owner for _, _, state in layers],
+        *[state.owner for _, _, state in tree.layers if state.owner is not None],
         model.__dict__.get(OWNER),
-    )
+    ]
     owners = {id(one): one for one in found if one is not None}
     for name, _, state in layers:
         if state.open.owner is None and state.open.started:

@@ -25,8 +25,8 @@ from olq.reload.stage import Meter
 from olq.reload.tree import Tree
 
 #: Tensors that wait for the first launch; each later one waits for half as many again, up to the second number. The GPU
-#: begins early, is not done with one launch before the next one comes, and later launches are few.
-_FIRST, _MOST = 16, 128
+#: begins early (a Llama layer has seven), is not done with one launch before the next comes, and later ones are few.
+_FIRST, _MOST = 8, 128
 
 
 class Repeat:
@@ -44,9 +44,8 @@ class Repeat:
         self._queue: list[tuple[list[Write], Tensor]] = []
         self._together = _FIRST
         self._launched: dict[torch.cuda.Stream, None] = {}
-        self._devices = list(
-            {one.state.device for one in targets.values() if one.state.device.type == "cuda"}
-        )
+        devices = {one.state.device for one in targets.values()}
+        self._devices = [device for device in devices if device.type == "cuda"]
         self._streams_of_queue: list[int] = []
         self._objects: list[torch.cuda.Stream] = []
         self._stopped = False
@@ -64,16 +63,21 @@ class Repeat:
         targets: dict[str, Target] = {}
         if len(tree.named) != len(tree.modules):
             return None  # a module under two names may be fed under both
+        judged_later: dict[torch.device, bool] = {}
         for name, layer, state in tree.layers:
-            if not state.installed or state.held or not quantized.waits(state.device):
+            device = state.device
+            if device not in judged_later:
+                judged_later[device] = quantized.waits(device)
+            if not state.installed or state.held or not judged_later[device]:
                 return None
+            made = state.made
             for leaf in state.plans:
-                target: Target | None = state.made.get(leaf)
+                target: Target | None = made.get(leaf)
                 if target is None or not target.still(routine, name, layer):
                     target = Target.of(routine, name, layer, leaf, state)
                     if target is None:
                         return None
-                    state.made[leaf] = target
+                    made[leaf] = target
                 targets[target.label] = target
         return cls(routine, targets) if len(targets) == len(routine.weights) else None
 
@@ -206,10 +210,16 @@ class Repeat:
         batch = Batch()
         queue, self._queue = self._queue, []
         try:
+            followed: set[str] = set()
             with torch.no_grad():
                 for writes, tensor in queue:
                     for write in writes:
-                        self.targets[write.copy.label].add(batch, write, tensor)
+                        label = write.copy.label
+                        target = self.targets[label]
+                        if label not in followed:  # a model may be moved between two feeds
+                            target.follow()
+                            followed.add(label)
+                        target.add(batch, write, tensor)
                 batch.launch()
         except BaseException:
             self._queue = queue  # writing again what was written does no harm

@@ -47,8 +47,9 @@ class Write:
 
     def source(self, tensor: Tensor) -> Tensor:
         """The piece's elements in a fed tensor."""
-        whole = self.copy.source(tensor)
-        return whole if self.piece.index is None else whole[self.piece.index]
+        index = self.piece.index
+        whole = tensor if self.copy.view is None else self.copy.source(tensor)
+        return whole if index is None else whole[index]
 
 
 @dataclass(slots=True)
@@ -186,17 +187,22 @@ class Target:
 
     def still(self, routine: "Routine", name: str, layer: nn.Module) -> bool:
         """Whether nothing has changed that it was made from."""
-        state, leaf, mine = self.state, self.leaf, layer._parameters
-        return (
+        state, leaf, parameter = self.state, self.leaf, self.parameter
+        if not (
             self.routine is routine
             and self.name == name
             and self.layer is layer
             and self.plan is state.plans[leaf]
-            and self.parameter is state.load_parameters[leaf]
-            and self.loader is self.parameter.__dict__.get("weight_loader")
+            and parameter is state.load_parameters[leaf]
+            and self.loader is parameter.__dict__.get("weight_loader")
             and self.method is layer.__dict__["quant_method"]
-            and all(mine.get(key) is tensor for key, tensor in self.named)
-        )
+        ):
+            return False
+        mine = layer._parameters
+        for key, tensor in self.named:  # noqa: SIM110  (a generator would take as long as all the rest)
+            if mine.get(key) is not tensor:
+                return False
+        return True
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -213,14 +219,13 @@ class Target:
             self.weight.addresses = addresses
 
     def add(self, batch: Batch, write: Write, tensor: Tensor) -> None:
-        """Do one piece of a copy: in a batch, if a kernel can.
+        """Do one piece of a copy: in a batch, if a kernel can. `follow` comes first.
 
         Args:
             batch: not launched yet.
             write: of this weight.
             tensor: that was fed.
         """
-        self.follow()  # a model may be moved between two feeds
         source, job = write.source(tensor), write.job()
         plain = (
             type(source) is Tensor or type(source) is nn.Parameter

@@ -107,7 +107,7 @@ class Session:
         if self.names.repeat is not None:
             # Sources that wait go with the session, though its names stay known.
             weakref.finalize(self, self.names.repeat.drop).atexit = False
-        if not shadow:
+        if not shadow and self.names.repeat is None:  # which leaves no layer out
             commit.hold(tree, "a partial load of other layers of its model is open")
         names = self.names  # not the session: it would keep itself alive
         self._ledger = Ledger((*names.plain.values(), *names.outside.values()), later=lambda: names.weights)

@@ -4,19 +4,20 @@
 microseconds of quantizing on a GPU do.
 """
 
-from collections.abc import Container, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from olq.methods.state import LayerState, find_state
+from olq.methods.state import ATTRIBUTE as STATE
+from olq.methods.state import LayerState
 from olq.patterns import join
 
 #: Names of tensors by the module that holds them.
-Without = Mapping[nn.Module, Container[str]]
+Without = Mapping[nn.Module, frozenset[str]]
 NOTHING: Without = MappingProxyType({})
+_NONE: frozenset[str] = frozenset()
 
 
 class Tree:
@@ -32,14 +33,17 @@ class Tree:
         self.named: list[tuple[str, nn.Module]] = []
         _walk(model, "", self.named)
         #: Every module once, with its first name.
-        self.modules: dict[nn.Module, str] = {}
-        for name, module in self.named:
-            self.modules.setdefault(module, name)
-
-    @cached_property
-    def layers(self) -> list[tuple[str, nn.Module, LayerState]]:
-        """The layers with quantized weights, each with its first name and record."""
-        return [(name, m, state) for m, name in self.modules.items() if (state := find_state(m)) is not None]
+        self.modules: dict[nn.Module, str] = {module: name for name, module in self.named}
+        if len(self.modules) != len(self.named):  # a shared one has its last name there
+            self.modules = {}
+            for name, module in self.named:
+                self.modules.setdefault(module, name)
+        #: The layers with quantized weights, each with its first name and record.
+        self.layers: list[tuple[str, nn.Module, LayerState]] = [
+            (name, m, state)
+            for m, name in self.modules.items()
+            if (state := m.__dict__.get(STATE)) is not None
+        ]
 
     def notes(self, attribute: str) -> Iterator[tuple[str, Any]]:
         """What was noted on the model and its parts under an attribute, each with the part's name."""
@@ -50,20 +54,26 @@ class Tree:
     def parameters(self, without: Without = NOTHING) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter under every name, but those that some modules have under the names in `without`."""
         for prefix, module in self.named:
-            if not module._parameters:
+            found = module._parameters
+            if not found:
                 continue
-            left_out = without.get(module, ())
-            for name, parameter in module._parameters.items():
+            left_out = without.get(module, _NONE)
+            if found.keys() <= left_out:
+                continue
+            for name, parameter in found.items():
                 if parameter is not None and name not in left_out:
                     yield join(prefix, name), parameter
 
     def buffers(self, without: Without = NOTHING) -> Iterator[tuple[str, Tensor, bool]]:
         """Every buffer under every name, but those in `without`, and whether state dicts hold it."""
         for prefix, module in self.named:
-            if not module._buffers:
+            found = module._buffers
+            if not found:
                 continue
-            left_out = without.get(module, ())
-            for name, buffer in module._buffers.items():
+            left_out = without.get(module, _NONE)
+            if found.keys() <= left_out:
+                continue
+            for name, buffer in found.items():
                 if buffer is not None and name not in left_out:
                     yield join(prefix, name), buffer, name not in module._non_persistent_buffers_set
 
@@ -75,6 +85,11 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module, LayerState]]:
 
 def _walk(module: nn.Module, name: str, named: list[tuple[str, nn.Module]]) -> None:
     named.append((name, module))
+    prefix = f"{name}." if name else ""
     for child_name, child in module._modules.items():
-        if child is not None:
-            _walk(child, f"{name}.{child_name}" if name else child_name, named)
+        if child is None:
+            continue
+        if child._modules:
+            _walk(child, prefix + child_name, named)
+        else:
+            named.append((prefix + child_name, child))
