@@ -196,22 +196,21 @@ def _first(
 
 def _compiled(one: Launch, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """Launch, and return what Triton compiled."""
-    return _kernel(one.kernel)[one.grid](
-        *(tensors[i].detach() for i in one.operands),
-        *one.numbers,
-        **one.constants,
-        HARDWARE=_hardware(device),
-        num_warps=one.warps,
-        enable_fp_fusion=False,
-        **options_of(one),
-    )
+    operands = (tensors[i].detach() for i in one.operands)
+    return _kernel(one.kernel)[one.grid](*operands, *one.numbers, **settings(one, device))
 
 
-def options_of(one: Launch) -> dict[str, int]:
-    """A launch's options that this build's compiler knows: only CUDA's is told a number of registers."""
-    if torch.version.cuda is not None:
-        return one.options
-    return {name: value for name, value in one.options.items() if name != "maxnreg"}
+def settings(one: Launch, device: torch.device) -> dict[str, object]:
+    """What a launch on this device is compiled for, by name: constants, and options of the compiler."""
+    found = {**one.constants, "HARDWARE": _hardware(device), "num_warps": one.warps, "enable_fp_fusion": False}
+    if "EARLY" in _kernel(one.kernel).arg_names:
+        found["EARLY"] = _early(device)
+        if one.waits and _early(device):
+            found["launch_pdl"] = True
+    for name, value in one.options.items():
+        if torch.version.cuda is not None or name != "maxnreg":  # only CUDA's compiler is told how many registers
+            found[name] = value
+    return found
 
 
 @functools.cache
@@ -228,6 +227,12 @@ def _hardware(device: torch.device) -> bool:
         and torch.version.cuda is not None
         and torch.cuda.get_device_capability(device) >= (8, 9)
     )
+
+
+@functools.cache
+def _early(device: torch.device) -> bool:
+    """Whether a kernel may be started before the one in front of it on its stream is done, and wait by itself."""
+    return _hardware(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -39,6 +39,8 @@ class Launch:
         grid: column tiles, row tiles, matrices; for rows and sweeps: programs, 1, matrices.
         warps: a program.
         options: further ones of Triton's compiler, by its names.
+        waits: the kernel itself waits for the launch in front of it on its stream, so that it may start before that is
+            done. Its constant EARLY, and that of a kernel that lets the next one start, are set where a GPU can do so.
     """
 
     kernel: str
@@ -48,6 +50,7 @@ class Launch:
     grid: tuple[int, int, int]
     warps: int
     options: dict[str, int] = field(default_factory=dict)
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,14 +66,10 @@ class Stage:
         kernel = launching._kernel(self.launch.kernel)[(x, y, z * count)](
             *(rows.view(dtype) for dtype in self.dtypes),
             *self.launch.numbers,
-            **self.launch.constants,
-            HARDWARE=launching._hardware(table.device),
             table=rows,
             TABLE=z,
             ALIGNED=self.aligned,
-            num_warps=self.launch.warps,
-            enable_fp_fusion=False,
-            **launching.options_of(self.launch),
+            **launching.settings(self.launch, table.device),
         )
         if table.is_cuda and launching._known():
             self.again = launching._Ready(kernel, self.launch)
