@@ -1,6 +1,13 @@
-"""Device functions: eight or sixteen codes at a time to operands of a matrix product, in registers. Imports triton.
+"""Device functions: codes to operands of a matrix product, in registers. Imports triton.
 
-Each value equals what `decode` writes: the same float32 steps, then one rounding to the product's dtype.
+What comes out is exact, or rounded once where `decode` rounds too; scales that would cost precision wait for the sum.
+
+    e4m3_values     the codes' values
+    e4m3_scaled     times an E8M0 scale, rounded to the product's dtype
+    e2m1_values     times an E4M3 scale times `SMALLER`, which keeps the largest product, 6 * 448, below 1: exact
+
+Codes come as int64 words of 8 E4M3 or 16 E2M1. The order of a word's values: of E4M3 that of its bytes; of E2M1 each
+value of its first four beside that of the next four, since shifts and masks give such pairs: 0 4 1 5 2 6 3 7, and so on.
 HARDWARE  see `rounding`.
 """
 
@@ -8,9 +15,10 @@ import triton
 import triton.language as tl
 
 from olq.kernels.launching import interpreted
-from olq.kernels.rounding import e2m1_value, e4m3_value
+from olq.kernels.rounding import e2m1_value, e4m3_value, power_of_two
 
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
+SMALLER: tl.constexpr = tl.constexpr(2.0**-12)
 
 
 @triton.jit
@@ -38,157 +46,215 @@ def narrow(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     return values.to(DTYPE)
 
 
+@triton.jit
+def _eight(a, b, c, d, e, f, g, h):
+    """[..., 2, 2, 2] of eight tensors, in this order."""
+    return tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+
+
 # -- eight E4M3 codes ---------------------------------------------------------------------------------------
 
 
-def _eight(dtype: str) -> str:
-    """PTX: eight values; $8 are their codes, $9 is the scale."""
-    text = "{ .reg .b32 w0, w1, r; .reg .b16 a, b, c, d; .reg .f32 p, q; mov.b64 {w0, w1}, $8;"
+def _e4m3(dtype: str, scale: str = "") -> str:
+    """PTX: eight values; $8 are their codes. `scale`: $9 is "one" in float32, or a "pair" of the dtype."""
+    text = "{ .reg .b32 w0, w1, r, zero; .reg .b16 a, b, c, d; .reg .f32 p, q; mov.b64 {w0, w1}, $8;"
+    text += "mov.b32 zero, 0x80008000;"  # -0 -0, which no sum changes
     for word in (0, 1):
         text += f"mov.b32 {{c, d}}, w{word};"
         for half, codes in enumerate("cd"):
             at = 4 * word + 2 * half
-            text += (
-                f"cvt.rn.f16x2.e4m3x2 r, {codes}; mov.b32 {{a, b}}, r; cvt.f32.f16 p, a; cvt.f32.f16 q, b;"
-            )
-            text += f"mul.rn.f32 p, p, $9; mul.rn.f32 q, q, $9; cvt.rn.{dtype}x2.f32 r, q, p;"
+            text += f"cvt.rn.f16x2.e4m3x2 r, {codes};"
+            if dtype != "f16" or scale == "one":
+                text += "mov.b32 {a, b}, r; cvt.f32.f16 p, a; cvt.f32.f16 q, b;"
+                if scale == "one":
+                    text += "mul.rn.f32 p, p, $9; mul.rn.f32 q, q, $9;"
+                text += f"cvt.rn.{dtype}x2.f32 r, q, p;"
+            if scale == "pair":
+                text += f"fma.rn.{dtype}x2 r, r, $9, zero;"
             text += f"mov.b32 {{${at}, ${at + 1}}}, r;"
     return text + "}"
 
 
-_EIGHT_BFLOAT16: tl.constexpr = tl.constexpr(_eight("bf16"))
-_EIGHT_FLOAT16: tl.constexpr = tl.constexpr(_eight("f16"))
-_EIGHT_OPERANDS: tl.constexpr = tl.constexpr("=h," * 8 + "l,f")
+_E4M3_BFLOAT16: tl.constexpr = tl.constexpr(_e4m3("bf16"))
+_E4M3_FLOAT16: tl.constexpr = tl.constexpr(_e4m3("f16"))
+_SCALED_BFLOAT16: tl.constexpr = tl.constexpr(_e4m3("bf16", "pair"))
+_SCALED_FLOAT16: tl.constexpr = tl.constexpr(_e4m3("f16", "one"))
+_PLAIN: tl.constexpr = tl.constexpr("=h," * 8 + "l")
+_ONE: tl.constexpr = tl.constexpr("=h," * 8 + "l,f")
+_PAIR: tl.constexpr = tl.constexpr("=h," * 8 + "l,r")
 
 
 @triton.jit
-def _e4m3(codes, at: tl.constexpr, scale, DTYPE: tl.constexpr):
+def _code(codes, at: tl.constexpr, scale, DTYPE: tl.constexpr):
     return narrow(e4m3_value((codes >> (8 * at)) & 255) * scale, DTYPE, False)
 
 
 @triton.jit
-def e4m3_values(codes, scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Eight weights.
+def _emulated(codes, scale, DTYPE: tl.constexpr):
+    return _eight(
+        _code(codes, 0, scale, DTYPE),
+        _code(codes, 1, scale, DTYPE),
+        _code(codes, 2, scale, DTYPE),
+        _code(codes, 3, scale, DTYPE),
+        _code(codes, 4, scale, DTYPE),
+        _code(codes, 5, scale, DTYPE),
+        _code(codes, 6, scale, DTYPE),
+        _code(codes, 7, scale, DTYPE),
+    )
 
-    Args:
-        codes: int64, eight codes.
-        scale: float32.
-        DTYPE: bfloat16 or float16.
-    """
-    if HARDWARE:
-        scale += tl.zeros(codes.shape, tl.float32)
-    if HARDWARE and tl.float16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            _EIGHT_FLOAT16, _EIGHT_OPERANDS, [codes, scale], dtype=(tl.float16,) * 8, is_pure=True, pack=1
-        )
-    elif HARDWARE:
-        return tl.inline_asm_elementwise(
-            _EIGHT_BFLOAT16, _EIGHT_OPERANDS, [codes, scale], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+
+@triton.jit
+def e4m3_values(codes, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """[..., 2, 2, 2] values of int64 words."""
+    if not HARDWARE:
+        return _emulated(codes, 1.0, DTYPE)
+    if tl.float16 == DTYPE:
+        e = tl.inline_asm_elementwise(
+            _E4M3_FLOAT16, _PLAIN, [codes], dtype=(tl.float16,) * 8, is_pure=True, pack=1
         )
     else:
-        return (
-            _e4m3(codes, 0, scale, DTYPE),
-            _e4m3(codes, 1, scale, DTYPE),
-            _e4m3(codes, 2, scale, DTYPE),
-            _e4m3(codes, 3, scale, DTYPE),
-            _e4m3(codes, 4, scale, DTYPE),
-            _e4m3(codes, 5, scale, DTYPE),
-            _e4m3(codes, 6, scale, DTYPE),
-            _e4m3(codes, 7, scale, DTYPE),
+        e = tl.inline_asm_elementwise(
+            _E4M3_BFLOAT16, _PLAIN, [codes], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
         )
+    return _eight(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7])
+
+
+@triton.jit
+def e8m0_factor(byte, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """What `e4m3_scaled` takes for E8M0 bytes (int32): a pair of bfloat16 as int32, or a float32."""
+    if HARDWARE and tl.bfloat16 == DTYPE:
+        bits = tl.where(byte == 0, 0x0040, byte << 7)  # 2**-127 is subnormal
+        return tl.where(byte == 255, 0x7FC0, bits) * 0x10001
+    else:
+        return power_of_two(byte)
+
+
+@triton.jit
+def e4m3_scaled(codes, factor, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """[..., 2, 2, 2] values of int64 words times their scales, from `e8m0_factor`."""
+    if not HARDWARE:
+        return _emulated(codes, factor, DTYPE)
+    if tl.float16 == DTYPE:
+        e = tl.inline_asm_elementwise(
+            _SCALED_FLOAT16, _ONE, [codes, factor], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+        )
+    else:
+        e = tl.inline_asm_elementwise(
+            _SCALED_BFLOAT16, _PAIR, [codes, factor], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+        )
+    return _eight(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7])
 
 
 # -- sixteen E2M1 codes -------------------------------------------------------------------------------------
 
-# A block has eight magnitudes: they are worked out once, as 16-bit numbers, and codes choose among them. `prmt` picks
-# four bytes by four nibbles of three bits: low bytes and high bytes of four codes. With its fourth bit set a nibble
-# repeats the sign of the byte, which leaves a code's sign in bit 0 of a byte of 0x80s. Signs of code and scale meet by
-# exclusive or.
+# In the fields of a 16-bit float, a code's sign and its three bits of magnitude, subnormal like the format's own, are
+# the value times a power of two: of 2**-126 in bfloat16, of 2**-14 in float16. One multiplication, by the block's scale
+# times the opposite power, puts that right and is exact. Masks take two codes of a 32-bit word at a time; the product
+# with a sum of two powers moves sign and magnitude to their places at once.
+
+_FIELDS = {"bf16": (0x81C081C0, 6), "f16": (0x8E008E00, 9)}
 
 
-def _table(dtype: str) -> str:
-    """PTX: t0 .. t3, pairs of magnitudes 0 1/2, 1 3/2, 2 3, 4 6 times the scales; $17 is SF, $18 is s2."""
-    text = ""
-    pairs = (
-        ("00000000", "3F000000"),
-        ("3F800000", "3FC00000"),
-        ("40000000", "40400000"),
-        ("40800000", "40C00000"),
-    )
-    for i, magnitudes in enumerate(pairs):
-        for register, magnitude in zip("pq", magnitudes, strict=True):
-            text += f"mul.rn.f32 {register}, $17, 0f{magnitude}; mul.rn.f32 {register}, {register}, $18;"
-        text += f"cvt.rn.{dtype}x2.f32 t{i}, q, p;"
-    return text
-
-
-def _block(dtype: str) -> str:
-    """PTX: 16 values of a block, those of even columns first; $16 are its codes."""
-    text = "{ .reg .f32 p, q; .reg .b32 t0, t1, t2, t3, w0, w1, v, s, z, a, low0, low1, high0, high1, l0, h0, l1, h1;"
-    text += _table(dtype)
-    text += "prmt.b32 low0, t0, t1, 0x6420; prmt.b32 high0, t0, t1, 0x7531;"
-    text += "prmt.b32 low1, t2, t3, 0x6420; prmt.b32 high1, t2, t3, 0x7531;"
-    text += "mov.b32 z, 0x80808080; mov.b64 {w0, w1}, $16;"
-    for word in (0, 1):
-        text += f"shr.u32 v, w{word}, 16;"
-        for half, codes in enumerate((f"w{word}", "v")):
-            text += f"prmt.b32 s, z, z, {codes}; shl.b32 s, s, 7; and.b32 a, {codes}, 0x7777;"
-            text += f"prmt.b32 l{half}, low0, low1, a; prmt.b32 h{half}, high0, high1, a;"
-            text += f"lop3.b32 h{half}, s, z, h{half}, 0x6A;"
-        for odd, choice in enumerate(("0x6240", "0x7351")):
-            for half in (0, 1):
-                at = 8 * odd + 4 * word + 2 * half
-                text += f"prmt.b32 a, l{half}, h{half}, {choice}; mov.b32 {{${at}, ${at + 1}}}, a;"
+def _e2m1(dtype: str) -> str:
+    """PTX: 16 values of a block; $16 are their codes, $17 is a pair of factors."""
+    fields, shift = _FIELDS[dtype]
+    text = "{ .reg .b32 w0, w1, v, a, zero; mov.b64 {w0, w1}, $16; mov.b32 zero, 0x80008000;"
+    at = 0
+    for word in ("w0", "w1"):
+        text += f"shr.b32 v, {word}, 8;"
+        for codes in (word, "v"):
+            for mask, lower in ((0x000F000F, 0), (0x00F000F0, 4)):
+                text += f"and.b32 a, {codes}, {mask}; mul.lo.u32 a, a, {(1 << 12 - lower) + (1 << shift - lower)};"
+                text += f"and.b32 a, a, {fields}; fma.rn.{dtype}x2 a, a, $17, zero;"
+                text += f"mov.b32 {{${at}, ${at + 1}}}, a;"
+                at += 2
     return text + "}"
 
 
-_BFLOAT16: tl.constexpr = tl.constexpr(_block("bf16"))
-_FLOAT16: tl.constexpr = tl.constexpr(_block("f16"))
-_OPERANDS: tl.constexpr = tl.constexpr("=h," * 16 + "l,f,f")
+def _factors(dtype: str, count: int) -> str:
+    """PTX: pairs of equal factors from `count` E4M3 bytes, lowest first, in the word after them."""
+    power = {"bf16": 2.0 ** (126 - 12), "f16": 2.0 ** (14 - 12)}[dtype].hex()
+    bits = (int(power.split("p")[1]) + 127) << 23
+    text = f"{{ .reg .b16 a, b, c, d; .reg .b32 r; .reg .f32 p; mov.b32 {{a, b}}, ${count};"
+    for at in range(0, count, 2):
+        text += f"cvt.rn.f16x2.e4m3x2 r, {'ab'[at // 2]}; mov.b32 {{c, d}}, r;"
+        for half, of in enumerate("cd"):
+            text += f"cvt.f32.f16 p, {of}; mul.rn.f32 p, p, 0f{bits:08X}; cvt.rn.{dtype}x2.f32 ${at + half}, p, p;"
+    return text + "}"
+
+
+_E2M1_BFLOAT16: tl.constexpr = tl.constexpr(_e2m1("bf16"))
+_E2M1_FLOAT16: tl.constexpr = tl.constexpr(_e2m1("f16"))
+_SIXTEEN: tl.constexpr = tl.constexpr("=h," * 16 + "l,r")
+_TWO_BFLOAT16: tl.constexpr = tl.constexpr(_factors("bf16", 2))
+_TWO_FLOAT16: tl.constexpr = tl.constexpr(_factors("f16", 2))
+_FOUR_BFLOAT16: tl.constexpr = tl.constexpr(_factors("bf16", 4))
+_FOUR_FLOAT16: tl.constexpr = tl.constexpr(_factors("f16", 4))
 
 
 @triton.jit
-def _e2m1(codes, at: tl.constexpr, sf, s2, DTYPE: tl.constexpr):
-    code = ((codes >> (4 * at)) & 15).to(tl.int32)
-    return narrow(e2m1_value(code) * sf * s2, DTYPE, False)
-
-
-@triton.jit
-def block_values(codes, sf, s2, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """The 16 weights of each block: 8 of even columns, then 8 of odd ones.
-
-    Args:
-        codes: int64, 16 codes.
-        sf: float32, the block's scale.
-        s2: float32, the tensor's scale, a scalar.
-        DTYPE: bfloat16 or float16.
-    """
+def two_factors(word, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """[..., 2]: what `e2m1_values` takes, for the two lower E4M3 bytes of int32 words."""
     if HARDWARE:
-        s2 += tl.zeros(sf.shape, tl.float32)
-    if HARDWARE and tl.float16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            _FLOAT16, _OPERANDS, [codes, sf, s2], dtype=(tl.float16,) * 16, is_pure=True, pack=1
-        )
-    elif HARDWARE:
-        return tl.inline_asm_elementwise(
-            _BFLOAT16, _OPERANDS, [codes, sf, s2], dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1
-        )
+        TEXT: tl.constexpr = _TWO_FLOAT16 if tl.float16 == DTYPE else _TWO_BFLOAT16
+        f = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1)
+        return tl.join(f[0], f[1])
     else:
-        return (
-            _e2m1(codes, 0, sf, s2, DTYPE),
-            _e2m1(codes, 2, sf, s2, DTYPE),
-            _e2m1(codes, 4, sf, s2, DTYPE),
-            _e2m1(codes, 6, sf, s2, DTYPE),
-            _e2m1(codes, 8, sf, s2, DTYPE),
-            _e2m1(codes, 10, sf, s2, DTYPE),
-            _e2m1(codes, 12, sf, s2, DTYPE),
-            _e2m1(codes, 14, sf, s2, DTYPE),
-            _e2m1(codes, 1, sf, s2, DTYPE),
-            _e2m1(codes, 3, sf, s2, DTYPE),
-            _e2m1(codes, 5, sf, s2, DTYPE),
-            _e2m1(codes, 7, sf, s2, DTYPE),
-            _e2m1(codes, 9, sf, s2, DTYPE),
-            _e2m1(codes, 11, sf, s2, DTYPE),
-            _e2m1(codes, 13, sf, s2, DTYPE),
-            _e2m1(codes, 15, sf, s2, DTYPE),
+        return tl.join(e4m3_value(word & 255), e4m3_value((word >> 8) & 255))
+
+
+@triton.jit
+def four_factors(word, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """[..., 2, 2]: what `e2m1_values` takes, for the four E4M3 bytes of int32 words."""
+    if HARDWARE:
+        TEXT: tl.constexpr = _FOUR_FLOAT16 if tl.float16 == DTYPE else _FOUR_BFLOAT16
+        f = tl.inline_asm_elementwise(
+            TEXT, "=r,=r,=r,=r,r", [word], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
+        return tl.join(tl.join(f[0], f[2]), tl.join(f[1], f[3]))
+    else:
+        low = tl.join(e4m3_value(word & 255), e4m3_value((word >> 16) & 255))
+        return tl.join(low, tl.join(e4m3_value((word >> 8) & 255), e4m3_value((word >> 24) & 255)))
+
+
+@triton.jit
+def _nibble(codes, at: tl.constexpr, factor, DTYPE: tl.constexpr):
+    code = ((codes >> (4 * at)) & 15).to(tl.int32)
+    return narrow(e2m1_value(code) * factor * SMALLER, DTYPE, False)
+
+
+@triton.jit
+def e2m1_values(codes, factor, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """[..., 2, 2, 2, 2] values of int64 words times their blocks' scales times `SMALLER`: the last index is the half."""
+    if HARDWARE:
+        if tl.float16 == DTYPE:
+            e = tl.inline_asm_elementwise(
+                _E2M1_FLOAT16, _SIXTEEN, [codes, factor], dtype=(tl.float16,) * 16, is_pure=True, pack=1
+            )
+        else:
+            e = tl.inline_asm_elementwise(
+                _E2M1_BFLOAT16, _SIXTEEN, [codes, factor], dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1
+            )
+        low = _eight(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7])
+        return tl.join(low, _eight(e[8], e[9], e[10], e[11], e[12], e[13], e[14], e[15]))
+    low = _eight(
+        _nibble(codes, 0, factor, DTYPE),
+        _nibble(codes, 4, factor, DTYPE),
+        _nibble(codes, 1, factor, DTYPE),
+        _nibble(codes, 5, factor, DTYPE),
+        _nibble(codes, 2, factor, DTYPE),
+        _nibble(codes, 6, factor, DTYPE),
+        _nibble(codes, 3, factor, DTYPE),
+        _nibble(codes, 7, factor, DTYPE),
+    )
+    high = _eight(
+        _nibble(codes, 8, factor, DTYPE),
+        _nibble(codes, 12, factor, DTYPE),
+        _nibble(codes, 9, factor, DTYPE),
+        _nibble(codes, 13, factor, DTYPE),
+        _nibble(codes, 10, factor, DTYPE),
+        _nibble(codes, 14, factor, DTYPE),
+        _nibble(codes, 11, factor, DTYPE),
+        _nibble(codes, 15, factor, DTYPE),
+    )
+    return tl.join(low, high)

@@ -6,22 +6,47 @@ Program   BANDS x ROWS rows of the weight times TOKENS tokens, of which M are th
           SPLITS shares of the columns: it walks STEPS tiles of COLUMNS. The sums of all shares are added at the end,
           always in one order.
 Order     a sum over columns may take them in any order, if both sides do. A thread reads 16 bytes of a row of codes at
-          a time, and its three neighbours the next ones; what it decodes is just what the tensor cores of Ampere and
-          later want in this thread, so that weights never pass through shared memory. x is read in that order: by
-          each thread for itself, or, SHARED, through shared memory, which is faster for a single token.
+          a time, or PAIRS = 2 times as many, and its three neighbours the next ones, GROUPS times; what it decodes is
+          just what the tensor cores of Ampere and later want in this thread, so that weights never pass through shared
+          memory. x is read in that order too.
+Ahead     codes and scales are asked for AHEAD steps before they are multiplied, x XAHEAD steps before.
 EVEN      whole tiles hold k columns exactly.
+EARLY     the kernel may start before the one in front of it is done: it fetches its first codes into the cache, and
+          waits before it reads anything.
+
+Scales    where they stand; w' is what is multiplied
+    whole   of whole rows (channels, parts): on the sum, and w' is the code's value
+    units   float32 for unit_rows rows and UNIT_STEPS steps: on the sum of each step
+    e8m0    in w'
+    e4m3    in w', which is smaller than w by scale_2 and by `linear_decode.SMALLER`: these are for the sum
+x         bfloat16 or float16, w' likewise; or X8, E4M3 codes, which become float16 as w' does. Their scales, of tokens or
+          of tokens and UNIT_STEPS, are for the sum too.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from olq.kernels.linear_decode import add_product, block_values, e4m3_values, narrow
-from olq.kernels.rounding import e4m3_value, power_of_two
+from olq.kernels.linear_decode import (
+    SMALLER,
+    add_product,
+    e2m1_values,
+    e4m3_scaled,
+    e4m3_values,
+    e8m0_factor,
+    four_factors,
+    narrow,
+    two_factors,
+)
+
+_PREFETCH = tl.constexpr(
+    "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+)
 
 
 @triton.jit
 def _places(rows, columns, row_stride, column_stride, SWIZZLED: tl.constexpr):
-    """Offsets of scales, given their rows and columns; `row_stride` of swizzled places: the tensor's width."""
+    """Offsets of scale bytes, given their rows and columns; `row_stride` of swizzled places: the tensor's width."""
     if SWIZZLED:
         tile = rows // 128 * (row_stride // 4) + columns // 4
         return tile.to(tl.int64) * 512 + (rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4)
@@ -29,192 +54,126 @@ def _places(rows, columns, row_stride, column_stride, SWIZZLED: tl.constexpr):
 
 
 @triton.jit
-def _row_numbers(n, row, SPLITS: tl.constexpr, BANDS: tl.constexpr, ROWS: tl.constexpr):
-    """[8, SPLITS BANDS, ROWS / 16, 2, 1, 1]: a thread has rows that are 8 apart. Those beyond the last repeat it."""
-    eights = tl.arange(0, 8)[:, None, None, None, None, None]
-    bands = (tl.arange(0, SPLITS * BANDS) % BANDS)[None, :, None, None, None, None] * ROWS
-    sixteens = tl.arange(0, ROWS // 16)[None, None, :, None, None, None] * 16
-    halves = tl.arange(0, 2)[None, None, None, :, None, None] * 8
-    return tl.minimum(tl.program_id(0) * (BANDS * ROWS) + bands + sixteens + halves + eights, n - 1) + row
-
-
-@triton.jit
-def _eight(a, b, c, d, e, f, g, h):
-    """[..., 2, 2, 2] of eight tensors, in this order."""
-    return tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
-
-
-@triton.jit
-def _operand(values, WARPS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """[WARPS, ROWS, 128 GROUPS] from eight values of each [t w, eights, warp, sixteens, halves, v, group]."""
-    values = tl.reshape(values, (4, 2, 8, WARPS, ROWS // 16, 2, 2, GROUPS, 2, 4))
-    values = tl.permute(values, (3, 4, 5, 2, 7, 6, 1, 8, 0, 9))
-    return tl.reshape(values, (WARPS, ROWS, GROUPS * 128))
-
-
-@triton.jit
-def _common(
-    x, SPLITS: tl.constexpr, BANDS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
-    TOKENS: tl.constexpr,
-):  # fmt: skip
-    """[SPLITS BANDS, 128 GROUPS, TOKENS] from [WIDTH, SPLITS, 128 GROUPS / WIDTH, M]: in the order of `_operand`, for
-    each band, and each token TOKENS / M times, side by side.
-    """
-    x = tl.reshape(tl.permute(x, (1, 2, 0, 3)), (SPLITS, GROUPS, 2, 4, 2, 2, 4, M))
-    x = tl.reshape(tl.permute(x, (0, 1, 2, 4, 5, 3, 6, 7)), (SPLITS, 1, GROUPS * 128, M, 1))
-    x = tl.broadcast_to(x, (SPLITS, BANDS, GROUPS * 128, M, TOKENS // M))
-    return tl.reshape(x, (SPLITS * BANDS, GROUPS * 128, TOKENS))
-
-
-@triton.jit
-def _tokens(m, M: tl.constexpr, TOKENS: tl.constexpr):
-    """[1, 8, 1, TOKENS / 8, 1, 1]: M tokens from the program's first one on, each TOKENS / M times. Those beyond the
-    last repeat it.
-    """
-    i = tl.arange(0, 8)[None, :, None, None, None, None]
-    i += tl.arange(0, TOKENS // 8)[None, None, None, :, None, None] * 8
-    return tl.minimum(tl.program_id(1) * M + i // (TOKENS // M), m - 1)
-
-
-@triton.jit
-def _own(x, WARPS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """[WARPS, 128 GROUPS, TOKENS] from [t c, eights, warp, eights of tokens, r, group]: in the order of `_operand`.
-
-    r c are 32 neighbours, WIDTH of which are c.
-    """
-    if WIDTH == 8:
-        x = tl.reshape(x, (4, 2, 4, 8, WARPS, TOKENS // 8, 4, 1, GROUPS))
-    else:
-        x = tl.reshape(x, (4, 1, 4, 8, WARPS, TOKENS // 8, 4, 2, GROUPS))
-    x = tl.permute(x, (4, 8, 6, 7, 1, 0, 2, 5, 3))
-    return tl.reshape(x, (WARPS, GROUPS * 128, TOKENS))
-
-
-@triton.jit
-def _finish(
-    total, bias, out, m, n, column, out_row, BIAS: tl.constexpr, SPLITS: tl.constexpr, BANDS: tl.constexpr,
-    M: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Sum [SPLITS BANDS, ROWS, TOKENS] over the splits, add the bias, round, store."""
-    total = tl.sum(tl.reshape(total, (SPLITS, BANDS * ROWS, TOKENS)), 0)
-    rows = tl.program_id(0) * (BANDS * ROWS) + tl.arange(0, BANDS * ROWS)
-    copies = tl.arange(0, TOKENS)
-    tokens = tl.program_id(1) * M + copies // (TOKENS // M)
-    if BIAS:
-        total += tl.load(bias + column + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
-    to = out + tokens.to(tl.int64)[None, :] * out_row + (column + rows)[:, None]
-    mask = ((tokens < m) & (copies % (TOKENS // M) == 0))[None, :] & (rows < n)[:, None]
-    tl.store(to, narrow(total, out.dtype.element_ty, HARDWARE), mask=mask)
-
-
-@triton.jit
-def product8(
-    x,
-    codes,
-    scale,
-    bias,
-    out,
-    m,
-    n,
-    k,
-    row,
-    column,
-    x_row,
-    x_column,
-    codes_row,
-    scale_start,
-    scale_row,
-    scale_column,
-    unit_rows,
-    unit_columns,
-    out_row,
-    E8M0: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BANDS: tl.constexpr,
-    M: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARED: tl.constexpr,
+def _fetch(
+    codes, codes_row, row, n, BYTES: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, BANDS: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """E4M3 codes. A scale is for unit_rows x unit_columns, these a multiple of 16; WHOLE: for all columns."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    GROUPS: tl.constexpr = COLUMNS // 128
-    WARPS: tl.constexpr = SPLITS * BANDS
-    rows = _row_numbers(n, row, SPLITS, BANDS, ROWS)
-    splits = (tl.arange(0, WARPS) // BANDS)[None, :, None, None, None, None] * (STEPS * COLUMNS)
-    groups = tl.arange(0, GROUPS)[None, None, None, None, None, :] * 128 + splits
-    # A scale each [t, eights, warp, sixteens, halves, v, group]: for 16 columns.
-    v = tl.arange(0, 2)[None, None, None, None, None, :, None]
-    first = groups[None, :] + v * 64 + tl.arange(0, 4)[:, None, None, None, None, None, None] * 16
-    here = rows[None, :] // unit_rows
-    scale += scale_start
-    # Eight codes each [t w, eights, warp, sixteens, halves, v, group].
-    chunks = groups[None, :] // 8 + v * 8 + tl.arange(0, 8)[:, None, None, None, None, None, None]
-    from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64)[None, :] * (codes_row // 8) + chunks)
-    if SHARED:  # x [8, SPLITS, COLUMNS / 8, M]
-        tokens = tl.minimum(tl.program_id(1) * M + tl.arange(0, M), m - 1)[None, None, None, :]
-        columns = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
-        columns += tl.arange(0, SPLITS)[None, :, None, None] * (STEPS * COLUMNS)
-    else:  # x [t c, eights, warp, eights of tokens, r, group]
-        tokens = _tokens(m, M, TOKENS)
-        t_c = tl.arange(0, 32)[:, None, None, None, None, None]
-        r = tl.arange(0, 4)[None, None, None, None, :, None]
-        columns = tl.arange(0, GROUPS) * 128 + r // 2 * 64 + t_c // 8 * 16 + r % 2 * 8 + t_c % 8
-        columns += (tl.arange(0, WARPS) // BANDS)[None, None, :, None, None, None] * (STEPS * COLUMNS)
-    x += tokens.to(tl.int64) * x_row + columns * x_column
-    some = rows[None, :] >= 0
-    code = tl.load(from_) if EVEN else tl.load(from_, mask=(chunks * 8 < k) & some, other=0)
-    if WHOLE:
-        places = scale + _places(here, first * 0, scale_row, scale_column, SWIZZLED)
-    else:
-        places = scale + _places(here, first // unit_columns, scale_row, scale_column, SWIZZLED)
-    unit = tl.load(places, mask=some & (WHOLE | (first < k)), other=0)
-    total = tl.zeros((WARPS, ROWS, TOKENS), tl.float32)
-    for step in range(0, STEPS):
-        start = step * COLUMNS
-        if EVEN:
-            tile = tl.load(x + start * x_column)
-        else:
-            tile = tl.load(x + start * x_column, mask=columns < k - start, other=0.0)
-            left = tl.minimum(tl.maximum(k - start - chunks * 8, 0), 8)
-            keep = (tl.full(left.shape, 1, tl.int64) << (tl.minimum(left, 7) * 8).to(tl.int64)) - 1
-            code = tl.where(left == 8, code, code & keep)  # padding decodes to 0
-        factor = power_of_two(unit.to(tl.int32)) if E8M0 else unit
-        factor = tl.broadcast_to(factor[:, None], (4, 2, 8, WARPS, ROWS // 16, 2, 2, GROUPS))
-        factor = tl.reshape(factor, (8, 8, WARPS, ROWS // 16, 2, 2, GROUPS))
-        current = code
-        # What the next step needs is asked for before this one computes.
-        more = some & (step + 1 < STEPS)
-        after = k - start - COLUMNS
-        mask = more if EVEN else (chunks * 8 < after) & more
-        code = tl.load(from_ + (step + 1) * (COLUMNS // 8), mask=mask, other=0)
-        if not WHOLE:
-            if E8M0:
-                at = places + (step + 1) * (GROUPS * (512 if SWIZZLED else 4 * scale_column))
-            else:
-                at = scale + _places(
-                    here, (first + start + COLUMNS) // unit_columns, scale_row, scale_column, False
-                )
-            unit = tl.load(at, mask=more if EVEN else (first < after) & more, other=0)
-        e = e4m3_values(current, factor, DTYPE, HARDWARE)
-        w = _operand(_eight(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]), WARPS, ROWS, GROUPS)
-        if SHARED:
-            total = add_product(total, w, _common(tile, SPLITS, BANDS, GROUPS, 8, M, TOKENS))
-        else:
-            total = add_product(total, w, _own(tile, WARPS, GROUPS, 8, TOKENS))
-    _finish(total, bias, out, m, n, column, out_row, BIAS, SPLITS, BANDS, M, TOKENS, ROWS, HARDWARE)
+):  # fmt: skip
+    """Ask for the lines of a program's first step: BYTES a row and share."""
+    LINES: tl.constexpr = (BYTES + 127) // 128
+    ALL: tl.constexpr = SPLITS * BANDS * ROWS * LINES
+    THREADS: tl.constexpr = SPLITS * BANDS * 32
+    line = tl.arange(0, ALL if ALL > THREADS else THREADS)
+    rows = tl.program_id(0) * (BANDS * ROWS) + line // LINES % (BANDS * ROWS)
+    first = line // (LINES * BANDS * ROWS) * (STEPS * BYTES) + line % LINES * 128
+    from_ = codes + ((row + rows).to(tl.int64) * codes_row + first)
+    there = (line < ALL) & (rows < n) & (first < codes_row)
+    tl.inline_asm_elementwise(
+        _PREFETCH, "=r,l,r", [from_, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def product4(
+def _kept(codes, left, CODES: tl.constexpr):
+    """Words of which only the first `left` codes are there; the others decode to 0."""
+    BITS: tl.constexpr = 64 // CODES
+    left = tl.minimum(tl.maximum(left, 0), CODES)
+    keep = (tl.full(left.shape, 1, tl.int64) << (tl.minimum(left, CODES - 1) * BITS).to(tl.int64)) - 1
+    return tl.where(left == CODES, codes, codes & keep)
+
+
+@triton.jit
+def _scales(
+    scale, rows, places, left, mask, row_stride, column_stride, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    SWIZZLED: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Int32: a thread's E8M0 byte, or its COUNT neighbouring E4M3 bytes, of which those from `left` on are 0.
+
+    WORDS: they are read at once.
+    """
+    at = _places(rows, places, row_stride, column_stride, SWIZZLED)
+    if not E4M3:
+        return tl.load(scale + at, mask=mask & (left > 0), other=0).to(tl.int32)
+    if WORDS:
+        TYPE: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
+        word = tl.load(scale.to(tl.pointer_type(TYPE)) + at // COUNT, mask=mask & (left > 0), other=0)
+        word = word.to(tl.int32)
+        if not EVEN:
+            bytes_ = tl.minimum(left, COUNT)
+            keep = (1 << (tl.minimum(bytes_, 3) * 8)) - 1
+            word = tl.where(bytes_ == 4, word, word & keep)
+        return word
+    word = tl.zeros(at.shape, tl.int32)
+    for i in tl.static_range(COUNT):
+        at = _places(rows, places + i, row_stride, column_stride, SWIZZLED)
+        word |= tl.load(scale + at, mask=mask & (left > i), other=0).to(tl.int32) << (8 * i)
+    return word
+
+
+@triton.jit
+def _weights_8(
+    codes, scales, SCALES: tl.constexpr, DTYPE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """w' [WARPS, ROWS, COLUMNS] from words of E4M3 [t w, eights, warp, sixteens, halves, pair, group]."""
+    SIXTEENS: tl.constexpr = ROWS // 16
+    if SCALES == "e8m0":
+        factor = tl.reshape(
+            e8m0_factor(scales, DTYPE, HARDWARE), (4, 1, 8, WARPS, SIXTEENS, 2, 1, GROUPS)
+        )
+        factor = tl.broadcast_to(factor, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
+        factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
+        w = e4m3_scaled(codes, factor, DTYPE, HARDWARE)
+    else:
+        w = e4m3_values(codes, DTYPE, HARDWARE)
+    w = tl.reshape(w, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS, 2, 4))
+    w = tl.permute(w, (3, 4, 5, 2, 7, 6, 1, 8, 0, 9))
+    return tl.reshape(w, (WARPS, ROWS, GROUPS * PAIRS * 64))
+
+
+@triton.jit
+def _weights_4(
+    codes, scales, DTYPE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The same from words of E2M1, whose scales are [t, eights, warp, sixteens, halves, group]."""
+    SIXTEENS: tl.constexpr = ROWS // 16
+    if PAIRS == 2:  # [..., group, pair, w]
+        factor = tl.permute(four_factors(scales, DTYPE, HARDWARE), (0, 7, 1, 2, 3, 4, 6, 5))
+    else:  # [..., group, w]
+        factor = tl.permute(two_factors(scales, DTYPE, HARDWARE), (0, 6, 1, 2, 3, 4, 5))
+    factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
+    w = e2m1_values(codes, factor, DTYPE, HARDWARE)
+    w = tl.reshape(w, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS, 2, 4, 2))
+    w = tl.permute(w, (3, 4, 5, 2, 7, 6, 1, 10, 8, 0, 9))
+    return tl.reshape(w, (WARPS, ROWS, GROUPS * PAIRS * 128))
+
+
+@triton.jit
+def _columns_of_x(
+    tile, E2M1: tl.constexpr, X8: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """x [WARPS, COLUMNS, TOKENS], in the order of the weights, from what a step reads of it."""
+    EIGHTS: tl.constexpr = TOKENS // 8
+    CHUNKS: tl.constexpr = GROUPS * PAIRS * (4 if E2M1 else 2)
+    if X8:  # words [t w, token, warp, eights of tokens, pair, group]
+        y = tl.reshape(
+            e4m3_values(tile, tl.float16, HARDWARE), (4, 2, 8, WARPS, EIGHTS, PAIRS, GROUPS, 2, 4)
+        )
+        y = tl.permute(y, (3, 6, 5, 1, 7, 0, 8, 4, 2))
+    elif E2M1:  # elements [t (half, six of eight), token, warp, eights of tokens, chunk]
+        y = tl.reshape(tile, (4, 2, 2, 2, 8, WARPS, EIGHTS, CHUNKS))
+        y = tl.permute(y, (5, 7, 2, 0, 3, 1, 6, 4))
+    else:
+        y = tl.reshape(tile, (4, 2, 4, 8, WARPS, EIGHTS, CHUNKS))
+        y = tl.permute(y, (4, 6, 1, 0, 2, 5, 3))
+    return tl.reshape(y, (WARPS, CHUNKS * 32, TOKENS))
+
+
+@triton.jit(do_not_specialize=["scale_column"])
+def product(
     x,
+    x_scale,
     codes,
     scale,
     scale_2,
@@ -228,110 +187,194 @@ def product4(
     part,
     x_row,
     x_column,
+    x_scale_row,
+    x_scale_column,
     codes_row,
+    scale_start,
     scale_row,
     scale_column,
+    unit_rows,
     out_row,
+    E2M1: tl.constexpr,
+    SCALES: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    PAIRS: tl.constexpr,
     WORDS: tl.constexpr,
+    X8: tl.constexpr,
     BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     BANDS: tl.constexpr,
     M: tl.constexpr,
     TOKENS: tl.constexpr,
-    SHARED: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
+    UNIT_STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    XAHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """E2M1 codes: even and odd columns are two products. PAIRS: neighbours in x are read as one word; WORDS: so are
-    four scale bytes.
-    """
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    GROUPS: tl.constexpr = COLUMNS // 256
+    """`scale_column` is not specialized where it is 1: the compiler shall not read the scales of threads together."""
+    DTYPE: tl.constexpr = tl.float16 if X8 else x.dtype.element_ty
     WARPS: tl.constexpr = SPLITS * BANDS
-    rows = _row_numbers(n, row, SPLITS, BANDS, ROWS)
-    splits = (tl.arange(0, WARPS) // BANDS)[None, :, None, None, None, None] * (STEPS * COLUMNS // 16)
-    groups = tl.arange(0, GROUPS)[None, None, None, None, None, :] * 16 + splits
+    CODES: tl.constexpr = 16 if E2M1 else 8  # a word
+    STRIP: tl.constexpr = GROUPS * PAIRS * 8  # words of a row and step
+    COLUMNS: tl.constexpr = STRIP * CODES
+    ROWED: tl.constexpr = (SCALES == "e8m0") or E2M1  # scales stand in w'
+    # Words [t w, eights, warp, sixteens, halves, pair, group]: a thread has rows that are 8 apart. Those beyond the last
+    # repeat it.
     t_w = tl.arange(0, 8)[:, None, None, None, None, None, None]
-    v = tl.arange(0, 2)[None, None, None, None, None, :, None]
-    # Four scale bytes each [t, eights, warp, sixteens, halves, v, group], of which a thread takes two.
-    four = groups[None, :] + v * 8 + tl.arange(0, 4)[:, None, None, None, None, None, None] // 2 * 4
-    # 16 codes each [t w, eights, warp, sixteens, halves, v, group].
-    blocks = groups[None, :] + v * 8 + t_w
-    from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64)[None, :] * (codes_row // 8) + blocks)
-    some = rows[None, :] >= 0
-    if WORDS:
-        words = (
-            scale.to(tl.pointer_type(tl.int32)) + _places(rows[None, :], four, scale_row, 1, SWIZZLED) // 4
-        )
-        word = tl.load(words, mask=(four * 16 < k) & some, other=0)
-    else:
-        places = _places(rows[None, :], blocks, scale_row, scale_column, SWIZZLED)
-        word = tl.load(scale + places, mask=(blocks * 16 < k) & some, other=0)
-    if SHARED:  # pairs of x [4, SPLITS, COLUMNS / 8, M]
-        tokens = tl.minimum(tl.program_id(1) * M + tl.arange(0, M), m - 1)[None, None, None, :].to(tl.int64)
-        pairs = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 4 + tl.arange(0, 4)[:, None, None, None]
-        pairs += tl.arange(0, SPLITS)[None, :, None, None] * (STEPS * COLUMNS // 2)
-    else:  # pairs of x [t c, eights, warp, eights of tokens, r, group]
-        tokens = _tokens(m, M, TOKENS).to(tl.int64)
-        t_c = tl.arange(0, 16)[:, None, None, None, None, None]
-        r = tl.arange(0, 8)[None, None, None, None, :, None]
-        pairs = tl.arange(0, GROUPS) * 128 + r // 4 * 64 + t_c // 4 * 16 + r % 4 * 4 + t_c % 4
-        pairs += (tl.arange(0, WARPS) // BANDS)[None, None, :, None, None, None] * (STEPS * COLUMNS // 2)
-    neighbours = x.to(tl.pointer_type(tl.int32)) + (tokens * (x_row // 2) + pairs)
-    x += tokens * x_row + pairs * (2 * x_column)
-    s2 = tl.load(scale_2 + part)
-    code = tl.load(from_) if EVEN else tl.load(from_, mask=(blocks * 16 < k) & some, other=0)
+    warp = tl.arange(0, WARPS)[None, None, :, None, None, None, None]
+    sixteens = tl.arange(0, ROWS // 16)[None, None, None, :, None, None, None] * 16
+    halves = tl.arange(0, 2)[None, None, None, None, :, None, None] * 8
+    pair = tl.arange(0, PAIRS)[None, None, None, None, None, :, None]
+    group = tl.arange(0, GROUPS)[None, None, None, None, None, None, :]
+    eights = tl.arange(0, 8)[None, :, None, None, None, None, None]
+    band = tl.program_id(0) * (BANDS * ROWS)
+    rows = row + tl.minimum(band + warp % BANDS * ROWS + sixteens + halves + eights, n - 1)
+    word = ((group * 4 + t_w // 2) * PAIRS + pair) * 2 + t_w % 2 + warp // BANDS * (STEPS * STRIP)
+    from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64) * (codes_row // 8) + word)
+    some = rows >= 0
+
+    if X8:  # words [t w, token, warp, eights of tokens, pair, group]
+        token = tl.arange(0, 8)[None, :, None, None, None, None]
+        token += tl.arange(0, TOKENS // 8)[None, None, None, :, None, None] * 8
+        xt_w = tl.arange(0, 8)[:, None, None, None, None, None]
+        x_at = ((tl.arange(0, GROUPS) * 4 + xt_w // 2) * PAIRS) * 2 + xt_w % 2
+        x_at += tl.arange(0, PAIRS)[None, None, None, None, :, None] * 2
+        x_at += (tl.arange(0, WARPS) // BANDS)[None, None, :, None, None, None] * (STEPS * STRIP)
+        x_from = x.to(tl.pointer_type(tl.int64))
+        XSTEP: tl.constexpr = STRIP
+        x_stride, x_apart, XCODES = x_row // 8, 1, 8
+    else:  # elements [t c, token, warp, eights of tokens, chunk]: c are 8 neighbours
+        CHUNKS: tl.constexpr = PAIRS * (4 if E2M1 else 2)  # that lie together
+        token = tl.arange(0, 8)[None, :, None, None, None]
+        token += tl.arange(0, TOKENS // 8)[None, None, None, :, None] * 8
+        t_c = tl.arange(0, 32)[:, None, None, None, None]
+        chunk = tl.arange(0, GROUPS * CHUNKS)[None, None, None, None, :]
+        x_at = (chunk // CHUNKS * 4 + t_c // 8) * (CHUNKS * 8) + chunk % CHUNKS * 8 + t_c % 8
+        x_at += (tl.arange(0, WARPS) // BANDS)[None, None, :, None, None] * (STEPS * COLUMNS)
+        x_from = x
+        XSTEP: tl.constexpr = COLUMNS
+        x_stride, x_apart, XCODES = x_row, x_column, 1
+    token = tl.minimum(tl.program_id(1) * M + token // (TOKENS // M), m - 1)
+    x_from += token.to(tl.int64) * x_stride + x_at * x_apart
+    x_some = token >= 0
+
+    if ROWED:  # [t, eights, warp, sixteens, halves, group]: a thread's scales of a group
+        COUNT: tl.constexpr = 2 * PAIRS if E2M1 else 1
+        s_warp = tl.arange(0, WARPS)[None, None, :, None, None, None]
+        s_rows = band + s_warp % BANDS * ROWS + tl.arange(0, 8)[None, :, None, None, None, None]
+        s_rows += tl.arange(0, ROWS // 16)[None, None, None, :, None, None] * 16
+        s_rows = row + tl.minimum(s_rows + tl.arange(0, 2)[None, None, None, None, :, None] * 8, n - 1)
+        s_t = tl.arange(0, 4)[:, None, None, None, None, None]
+        if SWIZZLED:  # it is 1, which the compiler does not know
+            s_t = s_t * scale_column
+        s_group = tl.arange(0, GROUPS)[None, None, None, None, None, :]
+        if E2M1:
+            SSTEP: tl.constexpr = GROUPS * 4 * COUNT
+            BLOCK: tl.constexpr = 16
+            s_at = (s_group * 4 + s_t) * COUNT
+        else:
+            SSTEP: tl.constexpr = GROUPS * 2 * PAIRS
+            BLOCK: tl.constexpr = 32
+            s_at = s_group * (2 * PAIRS) + s_t * PAIRS // 2
+        s_at += s_warp // BANDS * (STEPS * SSTEP)
+        blocks = (k + BLOCK - 1) // BLOCK
+        s_some = s_rows >= 0
+    if SCALES == "units":  # [WARPS, ROWS, 1], and of x [WARPS, 1, TOKENS]
+        u_first = (tl.arange(0, WARPS) // BANDS * STEPS)[:, None, None]
+        u_rows = band + (tl.arange(0, WARPS) % BANDS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
+        u_rows = row + tl.minimum(u_rows, n - 1)
+        u_scale = scale + (u_rows // unit_rows).to(tl.int64) * scale_row
+        u_some = u_rows >= 0
+        u_token = tl.program_id(1) * M + tl.arange(0, TOKENS)[None, None, :] // (TOKENS // M)
+        u_token = tl.minimum(u_token, m - 1)
+        ux_scale = x_scale + u_token.to(tl.int64) * x_scale_row
+        ux_some = u_token >= 0
+    if EARLY:
+        _fetch(codes, codes_row, row, n, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
+        gdc_wait()
+
+    code = tl.load(from_) if EVEN else tl.load(from_, mask=(word * CODES < k) & some, other=0)
+    code_2 = code
+    if AHEAD == 2:
+        more = some & (STEPS > 1)
+        mask = more if EVEN else ((word + STRIP) * CODES < k) & more
+        code_2 = tl.load(from_ + STRIP, mask=mask, other=0)
+    scales = 0
+    if ROWED:
+        scales = _scales(
+            scale, s_rows, s_at, blocks - s_at, s_some, scale_row, scale_column, E2M1, WORDS, SWIZZLED, COUNT, EVEN
+        )  # fmt: skip
+    tile = 0
+    if XAHEAD:
+        tile = tl.load(x_from) if EVEN else tl.load(x_from, mask=(x_at * XCODES < k) & x_some, other=0)
     total = tl.zeros((WARPS, ROWS, TOKENS), tl.float32)
     for step in range(0, STEPS):
-        start = step * COLUMNS
-        if not EVEN:
-            left = tl.minimum(tl.maximum(k - start - blocks * 16, 0), 16)
-            keep = (tl.full(left.shape, 1, tl.int64) << (tl.minimum(left, 15) * 4).to(tl.int64)) - 1
-            code = tl.where(left == 16, code, code & keep)  # padding decodes to 0
-        if PAIRS:
-            if EVEN:
-                pair = tl.load(neighbours + start // 2)
-            else:
-                pair = tl.load(neighbours + start // 2, mask=pairs * 2 < k - start, other=0)
-            even = (pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-            odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        if XAHEAD:
+            x_tile = tile
+            mask = (step + 1 < STEPS) & x_some
+            mask = mask if EVEN else mask & ((x_at + (step + 1) * XSTEP) * XCODES < k)
+            tile = tl.load(x_from + (step + 1) * (XSTEP * x_apart), mask=mask, other=0)
+        elif EVEN:
+            x_tile = tl.load(x_from + step * (XSTEP * x_apart))
         else:
-            even = tl.load(x + start * x_column, mask=pairs * 2 < k - start, other=0.0)
-            odd = tl.load(x + (start + 1) * x_column, mask=pairs * 2 + 1 < k - start, other=0.0)
-        if WORDS:
-            byte = tl.broadcast_to(word[:, None], (4, 2, 8, WARPS, ROWS // 16, 2, 2, GROUPS))
-            byte = tl.reshape(byte, (8, 8, WARPS, ROWS // 16, 2, 2, GROUPS)) >> (t_w % 4 * 8)
-        else:
-            byte = word
-        sf = e4m3_value(byte & 255)
+            mask = x_some & ((x_at + step * XSTEP) * XCODES < k)
+            x_tile = tl.load(x_from + step * (XSTEP * x_apart), mask=mask, other=0)
         current = code
-        # What the next step needs is asked for before this one computes.
-        more = some & (step + 1 < STEPS)
-        after = k - start - COLUMNS
-        mask = more if EVEN else (blocks * 16 < after) & more
-        code = tl.load(from_ + (step + 1) * (COLUMNS // 16), mask=mask, other=0)
-        if WORDS:
-            at = words + (step + 1) * (COLUMNS // 64 * (128 if SWIZZLED else 1))
-            word = tl.load(at, mask=more if EVEN else (four * 16 < after) & more, other=0)
+        if not EVEN:
+            current = _kept(current, k - (word + step * STRIP) * CODES, CODES)
+        # What later steps need is asked for before this one computes.
+        code = code_2
+        more = some & (step + AHEAD < STEPS)
+        mask = more if EVEN else ((word + (step + AHEAD) * STRIP) * CODES < k) & more
+        code_2 = tl.load(from_ + (step + AHEAD) * STRIP, mask=mask, other=0)
+        if AHEAD == 1:
+            code = code_2
+        s_current = scales
+        if ROWED:
+            places = s_at + (step + 1) * SSTEP
+            s_more = s_some & (step + 1 < STEPS)
+            scales = _scales(
+                scale, s_rows, places, blocks - places, s_more, scale_row, scale_column, E2M1, WORDS, SWIZZLED,
+                COUNT, EVEN,
+            )  # fmt: skip
+        if E2M1:
+            w = _weights_4(current, s_current, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
         else:
-            at = (
-                scale
-                + places
-                + (step + 1) * (COLUMNS // 64 * 512 if SWIZZLED else COLUMNS // 16 * scale_column)
-            )
-            word = tl.load(at, mask=mask, other=0)
-        e = block_values(current, sf, s2, DTYPE, HARDWARE)
-        low = _operand(_eight(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]), WARPS, ROWS, GROUPS)
-        high = _operand(_eight(e[8], e[9], e[10], e[11], e[12], e[13], e[14], e[15]), WARPS, ROWS, GROUPS)
-        if SHARED:
-            total = add_product(total, low, _common(even, SPLITS, BANDS, GROUPS, 4, M, TOKENS))
-            total = add_product(total, high, _common(odd, SPLITS, BANDS, GROUPS, 4, M, TOKENS))
+            w = _weights_8(current, s_current, SCALES, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
+        y = _columns_of_x(x_tile, E2M1, X8, WARPS, TOKENS, PAIRS, GROUPS, HARDWARE)
+        if SCALES == "units":
+            some_of_it = add_product(tl.zeros((WARPS, ROWS, TOKENS), tl.float32), w, y)
+            unit = (u_first + step) // UNIT_STEPS
+            there = unit * (UNIT_STEPS * COLUMNS) < k
+            some_of_it *= tl.load(u_scale + unit * scale_column, mask=there & u_some, other=0.0)
+            if X8:
+                some_of_it *= tl.load(ux_scale + unit * x_scale_column, mask=there & ux_some, other=0.0)
+            total += some_of_it
         else:
-            total = add_product(total, low, _own(even, WARPS, GROUPS, 4, TOKENS))
-            total = add_product(total, high, _own(odd, WARPS, GROUPS, 4, TOKENS))
-    _finish(total, bias, out, m, n, column, out_row, BIAS, SPLITS, BANDS, M, TOKENS, ROWS, HARDWARE)
+            total = add_product(total, w, y)
+    if EARLY:
+        gdc_launch_dependents()
+
+    total = tl.sum(tl.reshape(total, (SPLITS, BANDS * ROWS, TOKENS)), 0)
+    local = band + tl.arange(0, BANDS * ROWS)
+    copies = tl.arange(0, TOKENS)
+    tokens = tl.program_id(1) * M + copies // (TOKENS // M)
+    if SCALES == "whole":
+        rows_of_scale = (row + tl.minimum(local, n - 1)) // unit_rows
+        total *= tl.load(scale + scale_start + rows_of_scale.to(tl.int64) * scale_row)[:, None]
+        if X8:
+            total *= tl.load(x_scale + tl.minimum(tokens, m - 1).to(tl.int64) * x_scale_row)[None, :]
+    if E2M1:
+        s2 = tl.load(scale_2 + part)
+        # Powers of two go where nothing overflows.
+        total = tl.where(s2 < 1.0, total * (s2 * (1.0 / SMALLER)), total * (1.0 / SMALLER) * s2)
+    if BIAS:
+        total += tl.load(bias + column + local, mask=local < n, other=0.0).to(tl.float32)[:, None]
+    to = out + tokens.to(tl.int64)[None, :] * out_row + (column + local)[:, None]
+    mask = ((tokens < m) & (copies % (TOKENS // M) == 0))[None, :] & (local < n)[:, None]
+    tl.store(to, narrow(total, out.dtype.element_ty, HARDWARE), mask=mask)

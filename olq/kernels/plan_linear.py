@@ -1,6 +1,7 @@
-"""Launches for `matmul_fp8`, `matmul_mxfp8` and `matmul_nvfp4`: one a part, or one for parts that lie side by side.
+"""Launches for `matmul_*` and `multiply_codes_fp8_`: one a part, or one for parts that lie side by side.
 
-Tensors of a call, as its launches count them: the result, x, codes, scale, (scale_2,) and the bias, if there is one.
+Tensors of a call, as its launches count them: the result, x, codes, scale, (scale_2,) and the bias, if there is one; of
+`multiply_codes_fp8_` x, its scale, codes, scale, the bias, the result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,15 +10,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from olq.formats import MXFP8_BLOCK
-from olq.kernels.shapes import GRID, Launch, Plan, place_of
+from olq.formats import MXFP8_BLOCK, NVFP4_BLOCK
+from olq.kernels.shapes import Launch, Plan, place_of
 
 _INT32 = 1 << 31
 _WIDE = 1 << 30
 """Of a unit that has all rows or columns."""
 
+_MANY = 128
+"""Programs that keep a large GPU busy: with fewer, a program takes fewer rows, and more warps share their columns."""
+
 _WARPS = 1024
-"""Warps of all programs that keep a large GPU busy: with fewer, columns are shared among more."""
+"""Warps of all programs, likewise."""
 
 _MOST_WARPS = 16
 _TOKENS = 8
@@ -32,33 +36,55 @@ class Share:
         splits: shares of the columns.
         bands: bands of rows.
         rows: of a band.
-        columns: of a step.
-        stages: of Triton's pipeline; more than one only where x passes through shared memory.
+        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step.
+        ahead: steps that codes are asked for before they are multiplied, 1 or 2.
+        xahead: whether x is asked for a step ahead.
         registers: at most, a thread; 0 is the compiler's choice.
     """
 
     splits: int
     bands: int
     rows: int
-    columns: int
-    stages: int = 1
+    pairs: int
+    groups: int
+    ahead: int = 1
+    xahead: bool = False
     registers: int = 0
 
+    def columns(self, codes_a_byte: int) -> int:
+        """Of a step."""
+        return 64 * self.pairs * self.groups * codes_a_byte
 
-_WIDE_8 = Share(4, 1, 32, 128)
-_WIDE_4 = Share(4, 1, 32, 256)
+
+_MANY_TOKENS = Share(4, 1, 32, pairs=1, groups=2)
 SMALL = {
     "fp8": {
-        1: Share(4, 1, 16, 256, stages=2),
-        8: Share(4, 1, 16, 256),
-        16: Share(8, 1, 32, 128, registers=128),
-        32: _WIDE_8,
-        64: _WIDE_8,
+        1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
+        8: Share(8, 1, 16, pairs=1, groups=2, xahead=True),
+        16: Share(4, 4, 16, pairs=1, groups=2, ahead=2, registers=128),
+        64: _MANY_TOKENS,
     },
-    "mxfp8": {1: Share(4, 1, 16, 256, stages=2), 8: _WIDE_8, 16: _WIDE_8, 32: _WIDE_8, 64: _WIDE_8},
-    "nvfp4": {1: _WIDE_4, 8: _WIDE_4, 16: _WIDE_4, 32: _WIDE_4},
+    "mxfp8": {
+        1: Share(8, 1, 16, pairs=2, groups=1),
+        8: Share(8, 1, 32, pairs=2, groups=1),
+        16: Share(4, 4, 16, pairs=1, groups=2, ahead=2, registers=128),
+        64: _MANY_TOKENS,
+    },
+    "nvfp4": {
+        1: Share(8, 1, 32, pairs=2, groups=1),
+        8: Share(8, 1, 32, pairs=1, groups=1, xahead=True),
+        16: Share(8, 1, 32, pairs=1, groups=1, registers=128),
+        32: Share(4, 1, 32, pairs=1, groups=1),
+    },
+    "fp8 codes": {
+        8: Share(8, 1, 16, pairs=2, groups=1),
+        16: Share(4, 4, 16, pairs=2, groups=1, registers=128),
+    },
 }
 """By format, and by rows of x up to which it is the choice; for more than the last there is no kernel."""
+
+_UNIT = 64
+"""Columns of a scale that stands on the sum of a step: a multiple of these."""
 
 
 def small_limit(name: str) -> int:
@@ -91,113 +117,155 @@ def _refusal(
     m, k = x.shape
     if not (m and k and sum(parts)):
         return "there are no elements"
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if name != "fp8 codes" and x.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x.dtype}, and tensor cores multiply 16 bits"
     if m > small_limit(name):
-        return f"x has {m} rows, and from {small_limit(name) + 1} on decoded bands are faster"
+        way = "torch's product is" if name == "fp8 codes" else "decoded bands are"
+        return f"x has {m} rows, and from {small_limit(name) + 1} on {way} faster"
     if max(sum(parts), k * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
         return "its rows and columns need 64 bits"
-    chunk = 8 * codes_a_byte
-    whole = codes.stride(1) == 1 and codes.shape[1] * codes_a_byte >= -(-k // chunk) * chunk
-    if not whole or codes.stride(0) % 8 or codes.data_ptr() % 8:
+    if not _words(codes, k, codes_a_byte):
         return "rows of codes can't be read eight bytes at a time"
+    if name == "fp8 codes" and not _words(x, k, 1):
+        return "rows of x can't be read eight bytes at a time"
     if bias is not None and bias.numel() > 1 and bias.stride(0) != 1:
         return f"elements of the bias are {bias.stride(0)} apart, and it is read as if they lay side by side"
     return None
 
 
-def _share(name: str, m: int, n: int, k: int) -> tuple[Share, int, int]:
-    """(how warps divide the work, rows of x that a program loads, tokens that it computes)."""
+def _words(codes: Tensor, k: int, codes_a_byte: int) -> bool:
+    """Whether whole words of eight bytes hold a row's codes."""
+    chunk = 8 * codes_a_byte
+    whole = codes.stride(1) == 1 and codes.shape[1] * codes_a_byte >= -(-k // chunk) * chunk
+    return whole and codes.stride(0) % 8 == 0 and codes.data_ptr() % 8 == 0
+
+
+def _share(name: str, m: int, n: int, k: int, unit: int, codes_a_byte: int) -> tuple[Share, int, int]:
+    """(how warps divide the work, rows of x that a program loads, tokens that it computes).
+
+    Args:
+        unit: columns of a scale that stands on the sum of a step; 0 if there is none.
+    """
     most = next(rows for rows in sorted(SMALL[name]) if m <= rows)
     share = SMALL[name][most]
-    splits = share.splits
-    while splits > 1 and splits // 2 * share.columns >= k:
+    if unit and unit % share.columns(codes_a_byte):
+        share = replace(share, pairs=1, groups=1)
+    splits, bands, columns = share.splits, share.bands, share.columns(codes_a_byte)
+    while bands > 1 and -(-n // (bands * share.rows)) < _MANY:
+        bands, splits = bands // 2, splits * 2
+    while splits > 1 and splits // 2 * columns >= k:
         splits //= 2
     while (
-        2 * splits * share.bands <= _MOST_WARPS
-        and -(-n // (share.bands * share.rows)) * share.bands * splits < _WARPS
-        and 2 * splits * share.columns <= k
+        2 * splits * bands <= _MOST_WARPS
+        and -(-n // (bands * share.rows)) * bands * splits < _WARPS
+        and 2 * splits * columns <= k
     ):
         splits *= 2
-    return replace(share, splits=splits), min(1 << (m - 1).bit_length(), most), max(most, _TOKENS)
+    tokens = max(1 << (m - 1).bit_length(), _TOKENS)
+    return replace(share, splits=splits, bands=bands), 1 if m == 1 else tokens, tokens
 
 
-def _launch(
-    kernel: str,
-    operands: tuple[int, ...],
-    numbers: tuple[int, ...],
-    constants: dict[str, object],
-    name: str,
-    mnk: tuple[int, int, int],
-) -> Launch:
-    m, n, k = mnk
-    share, there, tokens = _share(name, m, n, k)
-    steps = -(-k // (share.splits * share.columns))
-    return Launch(
-        kernel,
-        operands,
-        numbers,
-        {
-            **constants,
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What launches of a call have in common.
+
+    Args:
+        name: in `SMALL`.
+        operands: x, its scale, codes, scale, scale_2, bias, result, as `Launch` counts them.
+        x, codes, out: tensors.
+        x_scale: strides, of rows and columns, or zeros.
+        scale: strides likewise; `unit` are rows and columns of a scale.
+        part_stride: of scales that each part has one of, else 0.
+        scale_2: stride from one part's to the next.
+        constants: the kernel's first ones.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    x: Tensor
+    codes: Tensor
+    out: Tensor
+    scale: tuple[int, int]
+    unit: tuple[int, int]
+    constants: dict[str, object]
+    x_scale: tuple[int, int] = (0, 0)
+    part_stride: int = 0
+    scale_2: int = 0
+
+    def launch(self, part: int, row: int, n: int, column: int) -> Launch:
+        """For rows of one part, or of parts that lie side by side."""
+        m, k = self.x.shape
+        codes_a_byte = 2 if self.constants["E2M1"] else 1
+        unit = self.unit[1] if self.constants["SCALES"] == "units" else 0
+        share, there, tokens = _share(self.name, m, n, k, unit, codes_a_byte)
+        columns = share.columns(codes_a_byte)
+        steps = -(-k // (share.splits * columns))
+        numbers = (
+            m,
+            n,
+            k,
+            row,
+            column,
+            part * self.scale_2,
+            *self.x.stride(),
+            *self.x_scale,
+            self.codes.stride(0),
+            part * self.part_stride,
+            *self.scale,
+            self.unit[0],
+            self.out.stride(0),
+        )
+        tiling = {
             "SPLITS": share.splits,
             "BANDS": share.bands,
             "M": there,
             "TOKENS": tokens,
-            "SHARED": there == 1,
             "ROWS": share.rows,
-            "COLUMNS": share.columns,
+            "PAIRS": share.pairs,
+            "GROUPS": share.groups,
             "STEPS": steps,
-            "EVEN": k == share.splits * steps * share.columns,
-        },
-        (-(-n // (share.bands * share.rows)), -(-m // there), 1),
-        share.splits * share.bands,
-        {"num_stages": share.stages, **({"maxnreg": share.registers} if share.registers else {})},
-    )
+            "UNIT_STEPS": max(unit // columns, 1),
+            "AHEAD": share.ahead,
+            "XAHEAD": share.xahead,
+            "EVEN": k == share.splits * steps * columns,
+        }
+        return Launch(
+            "linear_small.product",
+            self.operands,
+            numbers,
+            {**self.constants, **tiling},
+            (-(-n // (share.bands * share.rows)), -(-m // there), 1),
+            share.splits * share.bands,
+            {"num_stages": 1, **({"maxnreg": share.registers} if share.registers else {})},
+            waits=True,
+        )
 
 
-def _plan(launches: Iterator[Launch]) -> Plan | str:
-    found = tuple(launches)
-    if any(one.grid[1] > GRID for one in found):
-        return f"x has more than {GRID} tiles of rows"
-    return Plan(found)
+def _plan(call: _Call, pieces: Iterator[tuple[int, int, int, int]]) -> Plan:
+    return Plan(tuple(call.launch(*piece) for piece in pieces))
 
 
-def _eight_bits(
-    name: str,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    pieces: Iterator[tuple[int, int, int, int]],
-    scales: tuple[int, int, int, int, int],
-    per_part: bool,
-    constants: dict[str, object],
-) -> Plan | str:
-    """`scales`: strides of the scales' rows, and of parts that have one each; columns; rows and columns of a unit."""
-    out, x, codes, _, bias = tensors
-    m, k = x.shape
-    scale_row, scale_column, unit_rows, unit_columns, part_stride = scales
-    operands = (1, 2, 3, 4 if bias is not None else 1, 0)
+def _constants(
+    scales: str, bias: Tensor | None, e2m1: bool = False, swizzled: bool = False, words: bool = False, x8: bool = False
+) -> dict[str, object]:  # fmt: skip
+    return {
+        "E2M1": e2m1,
+        "SCALES": scales,
+        "SWIZZLED": swizzled,
+        "WORDS": words,
+        "X8": x8,
+        "BIAS": bias is not None,
+    }
 
-    def launches() -> Iterator[Launch]:
-        for part, row, n, column in pieces:
-            numbers = (
-                m,
-                n,
-                k,
-                row,
-                column,
-                x.stride(0),
-                x.stride(1),
-                codes.stride(0),
-                part * part_stride if per_part else 0,
-                scale_row,
-                scale_column,
-                unit_rows,
-                unit_columns,
-                out.stride(0),
-            )
-            own = {**constants, "BIAS": bias is not None}
-            yield _launch("linear_small.product8", operands, numbers, own, name, (m, n, k))
 
-    return _plan(launches())
+def _units(scale: Tensor, k: int, block: tuple[int, int]) -> tuple[str, tuple[int, int], tuple[int, int]] | str:
+    """Of float32 scales: where they stand, their strides, rows and columns of a unit; or why there is no kernel."""
+    rows, columns = block
+    whole = not columns or columns >= k
+    if not whole and columns % _UNIT:
+        return f"a scale is for {columns} columns, not for a multiple of {_UNIT}"
+    strides = scale.stride(0), (scale.stride(1) if scale.dim() == 2 else 0)
+    return "whole" if whole else "units", strides, (rows or _WIDE, _WIDE if whole else columns)
 
 
 def matmul_fp8(
@@ -215,19 +283,61 @@ def matmul_fp8(
     refusal = _refusal("fp8", x, codes, bias, parts, 1)
     if refusal:
         return refusal
-    whole = not block_columns or block_columns >= x.shape[1]
-    if not whole and block_columns % 16:
-        return f"a scale is for {block_columns} columns, not for a multiple of 16"
-    stride = scale.stride(0), (scale.stride(1) if scale.dim() == 2 else 0)
-    rows = block_rows or _WIDE
-    return _eight_bits(
+    found = _units(scale, x.shape[1], (block_rows, block_columns))
+    if isinstance(found, str):
+        return found
+    scales, strides, unit = found
+    call = _Call(
         "fp8",
-        (out, x, codes, scale, bias),
-        merged(parts, starts, apart=not block_rows),
-        (stride[0], stride[1], rows, _WIDE if whole else block_columns, stride[0]),
-        not block_rows,
-        {"E8M0": False, "SWIZZLED": False, "WHOLE": whole},
+        (1, 1, 2, 3, 1, 4 if bias is not None else 1, 0),
+        x,
+        codes,
+        out,
+        strides,
+        unit,
+        _constants(scales, bias),
+        part_stride=0 if block_rows else strides[0],
     )
+    return _plan(call, merged(parts, starts, apart=not block_rows))
+
+
+def multiply_codes_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[int],
+    starts: Sequence[int],
+    block_rows: int,
+    block_columns: int,
+    out: Tensor,
+) -> Plan | str:
+    """For `olq.ops.product.multiply_codes_fp8_`, whose arguments these are."""
+    refusal = _refusal("fp8 codes", x, codes, bias, parts, 1)
+    if refusal:
+        return refusal
+    if out.dtype == torch.float32:
+        return "the result is float32, and the kernel writes 16 bits"
+    if out.stride(1) != 1:
+        return "columns of the result are not next to each other"
+    found = _units(scale, x.shape[1], (block_rows, block_columns))
+    if isinstance(found, str):
+        return found
+    scales, strides, unit = found
+    call = _Call(
+        "fp8 codes",
+        (0, 1, 2, 3, 0, *((4, 5) if bias is not None else (0, 4))),
+        x,
+        codes,
+        out,
+        strides,
+        unit,
+        _constants(scales, bias, x8=True),
+        x_scale=(0 if x_scale.shape[0] == 1 else x_scale.stride(0), x_scale.stride(1)),
+        part_stride=0 if block_rows else strides[0],
+    )
+    return _plan(call, merged(parts, starts, apart=not block_rows))
 
 
 def matmul_mxfp8(
@@ -245,14 +355,17 @@ def matmul_mxfp8(
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)
-    return _eight_bits(
+    call = _Call(
         "mxfp8",
-        (out, x, codes, scale, bias),
-        merged(parts, starts, apart=False),
-        (*place, 1, MXFP8_BLOCK, 0),
-        False,
-        {"E8M0": True, "SWIZZLED": swizzled, "WHOLE": False},
+        (1, 1, 2, 3, 1, 4 if bias is not None else 1, 0),
+        x,
+        codes,
+        out,
+        place,
+        (1, MXFP8_BLOCK),
+        _constants("e8m0", bias, swizzled=swizzled),
     )
+    return _plan(call, merged(parts, starts, apart=False))
 
 
 def matmul_nvfp4(
@@ -270,34 +383,17 @@ def matmul_nvfp4(
     refusal = _refusal("nvfp4", x, codes, bias, parts, 2)
     if refusal:
         return refusal
-    m, k = x.shape
-    (scale_row, scale_column), swizzled = place_of(scale, scale_layout)
-    aligned = scale.data_ptr() % 4 == 0 and scale_row % 4 == 0 and scale.shape[1] % 4 == 0
-    pairs = x.stride(1) == 1 and x.stride(0) % 2 == 0 and k % 2 == 0 and x.data_ptr() % 4 == 0
-    constants: dict[str, object] = {
-        "SWIZZLED": swizzled,
-        "PAIRS": pairs,
-        "WORDS": aligned and scale_column == 1,
-        "BIAS": bias is not None,
-    }
-
-    def launches() -> Iterator[Launch]:
-        for part, row, n, column in merged(parts, starts, apart=True):
-            numbers = (
-                m,
-                n,
-                k,
-                row,
-                column,
-                part * scale_2.stride(0),
-                x.stride(0),
-                x.stride(1),
-                codes.stride(0),
-                scale_row,
-                scale_column,
-                out.stride(0),
-            )
-            operands = (1, 2, 3, 4, 5 if bias is not None else 1, 0)
-            yield _launch("linear_small.product4", operands, numbers, constants, "nvfp4", (m, n, k))
-
-    return _plan(launches())
+    place, swizzled = place_of(scale, scale_layout)
+    aligned = scale.data_ptr() % 4 == 0 and place[0] % 4 == 0 and scale.shape[1] % 4 == 0
+    call = _Call(
+        "nvfp4",
+        (1, 1, 2, 3, 4, 5 if bias is not None else 1, 0),
+        x,
+        codes,
+        out,
+        place,
+        (1, NVFP4_BLOCK),
+        _constants("e4m3", bias, e2m1=True, swizzled=swizzled, words=aligned and place[1] == 1),
+        scale_2=scale_2.stride(0),
+    )
+    return _plan(call, merged(parts, starts, apart=True))

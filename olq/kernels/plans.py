@@ -6,7 +6,13 @@ from olq.kernels import plan_activations as activations
 from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
 from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
 from olq.kernels.plan_fp8 import quantize_fp8
-from olq.kernels.plan_linear import matmul_fp8, matmul_mxfp8, matmul_nvfp4, small_limit
+from olq.kernels.plan_linear import (
+    matmul_fp8,
+    matmul_mxfp8,
+    matmul_nvfp4,
+    multiply_codes_fp8,
+    small_limit,
+)
 from olq.kernels.plan_product import scale_product
 from olq.kernels.shapes import GRID, Plan
 
@@ -21,6 +27,7 @@ _PLANS: dict[str, Callable[..., Plan | str]] = {
     "matmul_fp8": matmul_fp8,
     "matmul_mxfp8": matmul_mxfp8,
     "matmul_nvfp4": matmul_nvfp4,
+    "multiply_codes_fp8_": multiply_codes_fp8,
     "scale_product_": scale_product,
     "quantize_fp8_words_": activations.quantize_fp8_words,
     "silu_mul_quantize_fp8_": activations.silu_mul_quantize_fp8_into,
@@ -47,12 +54,12 @@ TABLE = (
         (
             f"matmul_{name}",
             f"up to {small_limit(name)} rows of x, bfloat16 or float16, {case}",
-            f"linear_small.{kernel}",
+            "linear_small.product",
         )
-        for name, case, kernel in (
-            ("fp8", "unit of 16 i columns", "product8"),
-            ("mxfp8", "any layout", "product8"),
-            ("nvfp4", "any layout", "product4"),
+        for name, case in (
+            ("fp8", "unit of 64 i columns"),
+            ("mxfp8", "any layout"),
+            ("nvfp4", "any layout"),
         )
     ),
     (
@@ -60,6 +67,12 @@ TABLE = (
         "more rows of x; float32; other units; codes not 8-aligned",
         "decode.*, then torch.mm, in bands of rows",
     ),
+    (
+        "multiply_codes_fp8_",
+        f"up to {small_limit('fp8 codes')} rows of x, unit of 64 i columns, 16-bit result",
+        "linear_small.product",
+    ),
+    ("multiply_codes_fp8_", "others", "decode.*, then torch.mm in float32"),
     ("quantize_fp8_words_", "any group", "activations.quantize_groups"),
     ("quantize_fp8_token", "any", "fp8.quantize_rows"),
     ("quantize_fp8_group", "row_major, groups as quantize_fp8_ has them", "as quantize_fp8_"),

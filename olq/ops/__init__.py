@@ -29,8 +29,9 @@ Three multiply by a quantized weight, x @ W.T + bias, into a new tensor; olq.ops
     matmul_mxfp8(x, codes, scale, bias, parts, starts, scale_layout)
     matmul_nvfp4(x, codes, scale, scale_2, bias, parts, starts, scale_layout)
 
-One makes a product of values from one of codes: olq.ops.product.
+One multiplies codes by codes, and one makes a product of values from one of codes: olq.ops.codes, olq.ops.product.
 
+    multiply_codes_fp8_(x, x_scale, codes, scale, bias, parts, starts, block_rows, block_columns, out!)
     scale_product_(product, of_rows, of_columns, bias, out!)
 
 Meaning of every argument: the function of the same name in olq.numerics and docs/formats/.
@@ -45,6 +46,7 @@ from olq.ops.activations import (
     silu_mul_quantize_fp8,
     silu_mul_quantize_fp8_,
 )
+from olq.ops.codes import multiply_codes_fp8_
 from olq.ops.linear import matmul_fp8, matmul_mxfp8, matmul_nvfp4
 from olq.ops.product import scale_product_
 from olq.ops.weights import (
@@ -64,6 +66,7 @@ __all__ = [
     "matmul_fp8",
     "matmul_mxfp8",
     "matmul_nvfp4",
+    "multiply_codes_fp8_",
     "nvfp4_tensor_scale_",
     "quantize_fp8_",
     "quantize_fp8_group",

@@ -4,8 +4,9 @@
     matmul_mxfp8(x, codes, scale, bias, parts, starts, scale_layout) -> y
     matmul_nvfp4(x, codes, scale, scale_2, bias, parts, starts, scale_layout) -> y
 
-Value     y[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: each w as `dequantize_*_` decodes it into x's dtype,
-          products summed in float32, one rounding to x's dtype at the end
+Value     y[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: products summed in float32, one rounding to x's dtype at
+          the end. w is what `dequantize_*_` decodes into float32; on some paths its bits, on some as it is rounded to
+          x's dtype: kernels for few rows keep float32 scales of fp8 and of nvfp4's tensors for the sum, and lose nothing
 Letters   M, K = rows and columns of x; parts = rows of each part of a fused weight, N = their sum; R, C = rows and
           columns of the kernel format. Row r of part p is row starts[p] + r of codes and scales, and column
           sum(parts[:p]) + r of y; what lies between parts, and beyond K, is padding that nobody reads.
@@ -62,6 +63,15 @@ def _check(
 ) -> None:
     """What the three share."""
     check_dtype(name, "x", x, *OUT_DTYPES)
+    check_rows_of_codes(name, x, codes, parts, starts, codes_a_byte)
+    check_same_device(name, x=x, codes=codes, scale=scale)
+    check_bias(name, bias, sum(parts), x.dtype, x=x)
+
+
+def check_rows_of_codes(
+    name: str, x: Tensor, codes: Tensor, parts: Sequence[int], starts: Sequence[int], codes_a_byte: int = 1
+) -> None:
+    """That codes are bytes, have the columns of x, and rows where the parts are."""
     check_dtype(name, "codes", codes, torch.uint8)
     for argument, tensor in (("x", x), ("codes", codes)):
         if tensor.dim() != 2:
@@ -77,8 +87,6 @@ def _check(
         if start < 0 or start + rows > codes.shape[0]:
             found = f"start {start} of a part of {rows} rows"
             fail(name, "starts", found, f"parts within the {codes.shape[0]} rows of codes")
-    check_same_device(name, x=x, codes=codes, scale=scale)
-    check_bias(name, bias, sum(parts), x.dtype, x=x)
 
 
 def _fake(x: Tensor, parts: Sequence[int]) -> Tensor:
@@ -170,6 +178,19 @@ def _check_fp8(
 ) -> None:
     name = "matmul_fp8"
     _check(name, x, codes, scale, bias, parts, starts)
+    check_scale_fp8(name, x, scale, parts, starts, block_rows, block_columns)
+
+
+def check_scale_fp8(
+    name: str,
+    x: Tensor,
+    scale: Tensor,
+    parts: Sequence[int],
+    starts: Sequence[int],
+    block_rows: int,
+    block_columns: int,
+) -> None:
+    """That there is a float32 scale for each unit of the parts."""
     check_blocks(name, block_rows, block_columns)
     check_dtype(name, "scale", scale, torch.float32)
     if not (block_rows or block_columns):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from numerics.cases import OPS
 from olq import kernels
+from olq.kernels import plans
+from olq.kernels.shapes import Plan
 from oracles import fp8, kernel_format, mxfp8, nvfp4
 
 POISON = 0xA5
@@ -43,6 +45,12 @@ class Weight:
     def as_dtype(self, dtype: torch.dtype) -> Tensor:
         """The weight as an operand: one more rounding."""
         return torch.from_numpy(self.decoded).to(dtype)
+
+    def operand(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What is multiplied: kernels keep float32 scales for the sum, so that nothing is rounded before."""
+        out = x.new_empty(len(x), sum(self.parts))
+        by_kernel = isinstance(plans.plan(self.operator, (out, *self.args(x, bias))), Plan)
+        return self.as_dtype(torch.float32 if by_kernel and self.operator != "matmul_mxfp8" else x.dtype)
 
 
 def place(parts: list[int], grid: int) -> list[int]:

@@ -32,8 +32,10 @@ def test_launches_cover_every_row_and_column_once(form, m, parts, k):
         assert width == k
         assert one.grid[0] * c["BANDS"] * c["ROWS"] >= n > (one.grid[0] - 1) * c["BANDS"] * c["ROWS"]
         assert one.grid[1] * c["M"] >= m
-        assert c["SPLITS"] * c["STEPS"] * c["COLUMNS"] >= k
-        assert c["EVEN"] == (c["SPLITS"] * c["STEPS"] * c["COLUMNS"] == k)
+        columns = c["PAIRS"] * c["GROUPS"] * (128 if c["E2M1"] else 64) * c["SPLITS"] * c["STEPS"]
+        assert columns >= k
+        assert c["EVEN"] == (columns == k)
+        assert one.waits
         assert c["TOKENS"] % c["M"] == 0
         assert c["TOKENS"] >= 8
         assert one.warps == c["SPLITS"] * c["BANDS"]
@@ -79,10 +81,10 @@ def test_odd_codes_and_odd_units_go_the_other_way():
     codes, scale = weight.tensors
     args = (out, x, codes[:, 3:], scale, None, [16], [0], 1, 0)
     assert plans.plan("matmul_fp8", args) == "rows of codes can't be read eight bytes at a time"
-    args = (out, x, codes, torch.ones(16, 6), None, [16], [0], 1, 48)
+    args = (out, x, codes, torch.ones(16, 2), None, [16], [0], 1, 192)
     assert isinstance(plans.plan("matmul_fp8", args), Plan)
-    args = (out, x, codes, torch.ones(16, 32), None, [16], [0], 1, 8)
-    assert plans.plan("matmul_fp8", args) == "a scale is for 8 columns, not for a multiple of 16"
+    args = (out, x, codes, torch.ones(16, 6), None, [16], [0], 1, 48)
+    assert plans.plan("matmul_fp8", args) == "a scale is for 48 columns, not for a multiple of 64"
 
 
 def test_a_product_on_a_cpu_goes_by_bands_and_says_so(monkeypatch):
