@@ -12,6 +12,7 @@ from torch import Tensor
 
 from olq.forward import matmul, reference, scaled_blocks, scaled_fp8
 from olq.forward.facts import Input, Weight
+from olq.kernels.plan_linear import small_limit
 
 Run = Callable[[Weight, Tensor, Tensor | None], Tensor]
 Values = tuple[tuple[str, tuple[str, ...]], ...]
@@ -193,7 +194,9 @@ _ALL: Values = (("activations", ("tensor", "token", "group")),)
 _GROUP: Values = (("activations", ("group",)),)
 _FP8 = (NVIDIA, GRADIENT, BIAS, ELEMENTS)
 _OURS = ("fp8", "mxfp8", "nvfp4")
-_ROWS_HOW = "scaled_mm: TensorWise, or RowWise"
+_FEW_HOW = f"on CUDA up to M {small_limit('fp8 codes')} multiply_codes_fp8_; else"
+_CPU_HOW = "scaled_mm: TensorWise, or RowWise"
+_ROWS_HOW = f"{_FEW_HOW} {_CPU_HOW}"
 _MATMUL_HOW = "torch.ops.olq.matmul_*"
 
 TABLE = (
@@ -215,11 +218,11 @@ TABLE = (
     ),
     Row(
         "scaled_mm", ("fp8",), _ROWS, "cpu", None, None, FLOATS, (0, None), False,
-        (CPU_RELEASE, GRADIENT, BIAS, ELEMENTS), scaled_fp8.path, _ROWS_HOW,
+        (CPU_RELEASE, GRADIENT, BIAS, ELEMENTS), scaled_fp8.path, _CPU_HOW,
     ),
     Row(
         "scaled_mm", ("fp8",), _BLOCKS, "cuda", (9, 0), (10, 0), FLOATS, (0, None), True,
-        (BLAS, *_FP8), scaled_fp8.path, "scaled_mm: BlockWise1x128, 128x128",
+        (BLAS, *_FP8), scaled_fp8.path, f"{_FEW_HOW} scaled_mm: BlockWise1x128, 128x128",
     ),
     Row(
         "scaled_mm", ("mxfp8",), _GROUP, "cuda", (10, 0), None, (torch.bfloat16,), (0, None), False,

@@ -1,10 +1,12 @@
-"""fp8 with quantized activations through torch.nn.functional.scaled_mm: one operator quantizes x and multiplies.
+"""fp8 with quantized activations: one operator quantizes x and multiplies, most often by scaled_mm.
 
-    scales of W        of x            recipe of scaled_mm                    where
+    scales of W        of x            recipe of torch.nn.functional.scaled_mm
     tensor, one part   tensor, 1 row   TensorWise x TensorWise
     tensor, channel    tensor, token   RowWise x RowWise; up to `FEW_ROWS` rows TensorWise x TensorWise, without the
                                        scales that are not tensors', into float32 to which they are applied
-    block 128 x 128    group           BlockWise1x128 x BlockWise128x128      compute capability 9.x
+    block 128 x 128    group           BlockWise1x128 x BlockWise128x128, on compute capability 9.x
+    any of these                       none: up to `olq.kernels`' limit of rows, for 16-bit results on a GPU,
+                                       torch.ops.olq.multiply_codes_fp8_ reads the weight faster than cuBLAS does
 
 What cuBLAS and torch ask for, and where it comes from:
 
@@ -30,9 +32,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
+from olq import kernels
 from olq.forward.activations import FP8_UNITS, quantize_fp8
 from olq.forward.facts import Weight
 from olq.forward.scaled import Operands, logical, multiply, packed, widened
+from olq.kernels.plan_linear import small_limit
 from olq.layout.order import round_up
 from olq.ops.declare import (
     OUT_DTYPES,
@@ -87,6 +91,40 @@ def operands_fp8(
         s = s.repeat(x.shape[0], 1)
     recipe = [ScalingType.RowWise]
     return Operands(a.view(_E4M3), b, [s], recipe, [_of_rows(scale, parts, rows)], recipe, _PLAIN)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether `by_codes` is a kernel's work, for a result of the dtype of x [M, K]."""
+    few = x.is_cuda and x.dtype != torch.float32 and x.shape[0] <= small_limit("fp8 codes")
+    return few and kernels.unavailable((x,)) is None
+
+
+def by_codes(
+    a: Tensor,
+    s: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[int],
+    starts: Sequence[int],
+    activations: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of two matrices of codes: [M, N].
+
+    Args:
+        a, s: x as `quantize_fp8` gives it for the columns of `codes`.
+        codes, scale: of the weight.
+        bias: [N] or None.
+        parts, starts: rows of each part, and its first row in codes.
+        activations: how x was quantized.
+        dtype: of the result.
+    """
+    out = s.new_empty(a.shape[0], sum(parts), dtype=dtype)
+    block = (0, 0) if scale.dim() == 1 else (GROUP, GROUP) if activations == "group" else (1, 0)
+    bias = None if bias is None else bias.contiguous()
+    torch.ops.olq.multiply_codes_fp8_(a, s, codes, scale, bias, list(parts), list(starts), *block, out)
+    return out
 
 
 def few_rows(
@@ -230,6 +268,9 @@ def scaled_mm_fp8(
     """
     if not len(x):
         return x.new_empty(0, sum(parts))
+    if has_kernel(x):
+        a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)
+        return by_codes(a, s, codes, scale, bias, parts, starts, activations, x.dtype)
     single = scale.shape == (1,) and (activations == "tensor" or x.shape[0] == 1)
     if activations != "group" and not single and x.shape[0] <= FEW_ROWS:
         a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         ("kernels/test_dummy", 70),
         ("kernels/test_product", 15),
         ("kernels/test_linear", 75),
+        ("kernels/test_codes", 13),
         ("reload/test_repeat", 25),
         ("reload/test_repeat_attacks", 20),
     ],
