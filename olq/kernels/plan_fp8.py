@@ -17,6 +17,7 @@ from olq.kernels.shapes import (
     strides_of,
     sweep_of,
     tiling_of,
+    wide,
 )
 from olq.kernels.tiles import Tile
 
@@ -72,15 +73,24 @@ def _fp8_rows(
         {**constants, "ONCE": once, "EACH": each, **tiling},
         (-(-shape.n // (tile.rows * each)), 1, shape.matrices),
         tile.warps,
-        _registers(tile, source) if once and each == 1 else {},
+        _registers(tile, shape.steps, source, codes) if once and each == 1 else {},
     )
     return Plan((one,))
 
 
-def _registers(tile: Tile, source: Tensor) -> dict[str, int]:
-    """How many a thread gets, where that is known to be enough."""
-    known = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
-    return {"maxnreg": tiles.ROW_REGISTERS} if known else {}
+def _registers(tile: Tile, steps: tuple[int, ...], source: Tensor, codes: Tensor) -> dict[str, int]:
+    """How many a thread gets, where that is known to be enough.
+
+    It is for 16 neighbours in memory a thread, read and written many at a time: then a thread has one address of each
+    tensor. Elements that the compiler can't see as such take an address each.
+    """
+    few = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
+    together = all(
+        t.stride(-1) == 1 and not (t.stride(-2) | t.shape[-1] | step | t.data_ptr()) & 15
+        for t, step in zip((source, codes), steps, strict=False)
+    )
+    narrow = not wide(tile, source, codes)
+    return {"maxnreg": tiles.ROW_REGISTERS} if few and together and narrow else {}
 
 
 def _fp8_groups(

@@ -26,7 +26,8 @@ ROW_TILES = 1
 
 ROW_REGISTERS = 32
 """A thread's, for whole rows of 16 elements a thread: with more, a multiprocessor holds fewer than its 2048 threads.
-By itself the compiler takes up to 39 where a table names the tensors or a tile has several rows; with 32 none spill."""
+By itself the compiler takes up to 39 where a table names the tensors or a tile has several rows; `plan_fp8` knows where
+32 are enough."""
 
 UNIT_ELEMENTS = 1 << 14
 """The largest block that one program can hold."""

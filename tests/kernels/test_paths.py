@@ -148,6 +148,36 @@ def test_offsets_within_a_tile_widen_when_they_must():
         assert plan.launches[0].constants["WIDE"] is wide
 
 
+def launches(operator: str, args: tuple[object, ...]):
+    plan = plans.plan(operator, args)
+    assert not isinstance(plan, str)
+    return plan.launches
+
+
+REGISTERS = {
+    "rows": (lambda: meta(300, 4096), True),
+    "several rows": (lambda: meta(300, 512), True),
+    "a region": (lambda: meta(300, 8192)[:, 16:4112], True),
+    "experts": (lambda: meta(3, 300, 4096), True),
+    "float32": (lambda: meta(300, 4096, dtype=torch.float32), False),
+    "long rows": (lambda: meta(300, 14336), False),
+    "transposed": (lambda: meta(64, 512).t(), False),
+    "every second": (lambda: meta(300, 8192)[:, ::2], False),
+    "columns that are no multiple of 16": (lambda: meta(300, 1000), False),
+    "rows that are not aligned": (lambda: meta(300, 4104)[:, :4096], False),
+    "a start that is not aligned": (lambda: meta(300, 8192)[:, 1:4097], False),
+    "rows far apart": (lambda: meta(1).as_strided((4, 4096), (1 << 32, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+def test_registers_are_counted_only_where_none_spill(name):
+    make, counted = REGISTERS[name]
+    source = make()
+    (one,) = launches("quantize_fp8_", fp8(*source.shape[-2:], (1, 0), source))
+    assert one.options == ({"maxnreg": tiles.ROW_REGISTERS} if counted else {})
+
+
 def test_asking_loads_no_triton():
     program = """
 import sys, torch
