@@ -50,7 +50,9 @@ def whole_rows(k: int, tall: bool) -> Tile:
         return _TALL
     columns = min(max(power_of_two(k), 16), ROW_ELEMENTS)
     rows = max(1, 4096 // columns)
-    return Tile(rows, columns, _warps(rows * columns, 512, 16))
+    # All threads of a row wait for its maximum. Of rows of 16384 elements a multiprocessor holds three with 8 warps (80
+    # registers a thread), two with 16 (53): another one is read or written meanwhile.
+    return Tile(rows, columns, _warps(rows * columns, 512 if columns <= 8192 else 2048, 16))
 
 
 def unit(rows: int, columns: int) -> Tile:

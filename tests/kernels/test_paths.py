@@ -154,6 +154,11 @@ def launches(operator: str, args: tuple[object, ...]):
     return plan.launches
 
 
+def test_long_rows_take_fewer_threads():
+    warps = {k: tiles.whole_rows(k, tall=False).warps for k in (2048, 4096, 8192, 11008, 14336, 16384, 28672)}
+    assert warps == {2048: 8, 4096: 8, 8192: 16, 11008: 8, 14336: 8, 16384: 8, 28672: 16}
+
+
 REGISTERS = {
     "rows": (lambda: meta(300, 4096), True),
     "several rows": (lambda: meta(300, 512), True),
