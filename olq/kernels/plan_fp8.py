@@ -10,6 +10,7 @@ from olq.kernels.shapes import (
     Matrices,
     Plan,
     cover,
+    hints_of,
     is_tall,
     magnitudes_of,
     matrices_of,
@@ -161,7 +162,12 @@ def _fp8_tensor(
             *strides_of(shape.steps[1], codes),
             shape.steps[2],
         ),
-        {**constants, "COUNT": tiles.power_of_two(count), **sweep.tiling(source, codes)},
+        {
+            **constants,
+            "COUNT": tiles.power_of_two(count),
+            **sweep.tiling(source, codes),
+            "HINTS": hints_of(shape, source),
+        },
         (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
     )

@@ -134,6 +134,19 @@ def tiling_of(tile: Tile, n: int, k: int, *tensors: Tensor) -> dict[str, object]
     }
 
 
+def hints_of(shape: Matrices, source: Tensor) -> bool:
+    """Whether the cache is told what to hold of a source that is read twice: the last of the first sweep.
+
+    Not of one that `tiles.CACHE` holds twice. It is there anyway; beside it the cache has room for what others will
+    read, and the source itself, an activation say, may be wanted once more. Jobs with a table then share the cache.
+    Nor of one whose tiles share sectors of memory, which a tile would give away before its neighbour has come.
+    """
+    row, column = source.stride(-2), source.stride(-1)
+    apart = (column == 1 and row >= shape.k) or (row == 1 and column >= shape.n)
+    size = shape.matrices * shape.n * shape.k * source.element_size()
+    return apart and (shape.matrices == 1 or shape.steps[0] != 0) and 2 * size > tiles.CACHE
+
+
 def strides_of(step: int, t: Tensor) -> tuple[int, int, int]:
     """From one matrix, row and column to the next."""
     return step, t.stride(-2), t.stride(-1)
@@ -184,11 +197,13 @@ def sweep_of(choose: Callable[[int, int, bool], Tile], shape: Matrices, *tensors
 def magnitudes_of(shape: Matrices, source: Tensor, reading: dict[str, object]) -> tuple[Launch, int]:
     """The launch that leaves each program's largest magnitude in the scratch; how many programs a matrix has."""
     sweep = sweep_of(tiles.magnitudes, shape, source)
+    # Matrices are walked at the same time: each has its share of the cache.
+    kept = tiles.CACHE // (shape.matrices * sweep.tile.rows * sweep.tile.columns * source.element_size())
     one = Launch(
         "tensor.amax_partials",
         (0, SCRATCH),
-        (*sweep.numbers, *strides_of(shape.steps[0], source)),
-        {**reading, **sweep.tiling(source)},
+        (*sweep.numbers, kept, *strides_of(shape.steps[0], source)),
+        {**reading, **sweep.tiling(source), "HINTS": kept > 0 and hints_of(shape, source)},
         (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
     )
