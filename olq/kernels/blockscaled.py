@@ -1,12 +1,13 @@
 """MXFP8 and NVFP4 kernels: a scale byte for each 32 or 16 columns, at places in a whole weight. Imports triton.
 
 Letters as in `fp8`; row, row_step, column = place of the tensor's first block in the scales. PADDED: the scales are
-those of this matrix alone, and the program writes 0 where they are filled up to 128 x 4. HINTS: see `tensor`,
+those of this matrix alone, and the program writes 0 where they are filled up to 128 x 4. HINTS, EARLY: see `tensor`,
 whose sweep for magnitudes comes before `quantize_nvfp4`.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from olq.kernels.memory import entry_of, offsets, operand, places, read, write
 from olq.kernels.rounding import e2m1_pairs, e4m3, e8m0_scale, larger, largest, nvfp4_block_scale
@@ -152,6 +153,7 @@ def quantize_nvfp4(
     WIDE: tl.constexpr,
     HINTS: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
     table=None,
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
@@ -162,6 +164,8 @@ def quantize_nvfp4(
     """
     BLOCKS: tl.constexpr = COLUMNS // 16
     EVICT: tl.constexpr = "evict_first" if HINTS else ""
+    if EARLY:
+        gdc_wait()
     entry, batch = entry_of(tl.num_programs(2) - 1 - tl.program_id(2), TABLE)
     source = operand(source, table, entry, 0, TABLE, ALIGNED)
     codes = operand(codes, table, entry, 1, TABLE, ALIGNED)

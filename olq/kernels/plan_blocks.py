@@ -86,6 +86,7 @@ def nvfp4_tensor_scale(
         {"COUNT": tiles.power_of_two(count)},
         (1, 1, shape.matrices),
         4,
+        waits=True,
     )
     return Plan((first, second), count * shape.matrices)
 
@@ -135,6 +136,7 @@ def quantize_nvfp4(
         },
         (-(-wide // tile.columns), -(-down // tile.rows), shape.matrices),
         tile.warps,
+        waits=True,  # most often for the scale of the whole matrix
     )
     return Plan((one,))
 

@@ -170,5 +170,6 @@ def _fp8_tensor(
         },
         (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
+        waits=True,
     )
     return Plan((first, second), count * shape.matrices)

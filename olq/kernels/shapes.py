@@ -39,8 +39,9 @@ class Launch:
         grid: column tiles, row tiles, matrices; for rows and sweeps: programs, 1, matrices.
         warps: a program.
         options: further ones of Triton's compiler, by its names.
-        waits: the kernel itself waits for the launch in front of it on its stream, so that it may start before that is
-            done. Its constant EARLY, and that of a kernel that lets the next one start, are set where a GPU can do so.
+        waits: before it touches memory the kernel itself waits for the launch in front of it on its stream, which
+            need not be done when it starts. Its constant EARLY, and that of a kernel that lets the next one start, are
+            set where a GPU can do so.
     """
 
     kernel: str

@@ -5,10 +5,13 @@ second reduces these by itself, so that there is neither an atomic nor memory th
 sweep starts where the first ended, at what the cache still holds. LINE: all tiles are in one row, as if dense.
 
 HINTS  the cache is told what to hold: of the first sweep its last `kept` tiles, of the second nothing
+EARLY  launches overlap: what comes second is started while the first sweep ends, and waits before it touches memory.
+       The first sweep starts when everything before it is done, so that who waits for it has waited for all
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from olq.kernels.memory import entry_of, offsets, operand, read, write
 from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_scale
@@ -73,6 +76,7 @@ def amax_partials(
     WIDE: tl.constexpr,
     HINTS: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
     table=None,
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
@@ -82,6 +86,8 @@ def amax_partials(
     `kept` of a matrix's tiles are for the next sweep; with a table, where one entry is walked after the other, of those
     of all entries. Its matrices are walked at the same time.
     """
+    if EARLY:
+        gdc_launch_dependents()
     entry, batch = entry_of(tl.program_id(2), TABLE)
     source = operand(source, table, entry, 0, TABLE, ALIGNED)
     partial = operand(partial, table, entry, 1, TABLE, ALIGNED)
@@ -120,11 +126,15 @@ def nvfp4_scale(
     scale_batch,
     COUNT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
     table=None,
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
 ):
     """Write s2 of each matrix from its `count` magnitudes."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     entry, batch = entry_of(tl.program_id(2), TABLE)
     partial = operand(partial, table, entry, 0, TABLE, ALIGNED)
     scale_2 = operand(scale_2, table, entry, 1, TABLE, ALIGNED)
@@ -161,11 +171,14 @@ def quantize_tensor(
     WIDE: tl.constexpr,
     HINTS: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
     table=None,
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
 ):
     """FP8 codes with one scale a matrix, after `amax_partials` with `count` programs."""
+    if EARLY:
+        gdc_wait()
     entry, batch = entry_of(tl.num_programs(2) - 1 - tl.program_id(2), TABLE)
     source = operand(source, table, entry, 0, TABLE, ALIGNED)
     codes = operand(codes, table, entry, 1, TABLE, ALIGNED)

@@ -231,6 +231,27 @@ def test_a_matrix_of_which_the_cache_holds_a_part(cache, monkeypatch):
         assert_all(w, "cuda", ((0, 0),))
 
 
+def test_launches_that_overlap_see_what_the_one_in_front_wrote():
+    calls, got = [], []
+    for seed in range(6):
+        w = weight(2048, 1536, seed=seed) * 2.0 ** (seed % 3)
+        scale_2 = poison(dtype=torch.float32)
+        calls += [fp8_call(w, (0, 0)), ("nvfp4_tensor_scale_", (w, scale_2)), nvfp4_call(w, scale_2)]
+    # One call's result is the next one's argument: the same tensor on the GPU too.
+    moved: dict[int, Tensor] = {}
+    for operator, args in calls:
+        there = [moved.setdefault(id(a), a.cuda()) if isinstance(a, Tensor) else a for a in args]
+        got.append((operator, there))
+    for _ in range(5):
+        for operator, args in got:
+            getattr(OPS, operator)(*args)
+    for operator, args in calls:
+        getattr(OPS, operator)(*args)
+        for a in args:
+            if isinstance(a, Tensor):
+                assert first_difference(moved[id(a)].cpu(), a) is None, operator
+
+
 def test_the_magnitude_of_a_large_matrix():
     w = weight(4096, 2048)
     w[4000, 2000] = 3.0e38

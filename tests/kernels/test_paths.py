@@ -160,6 +160,34 @@ def launches(operator: str, args: tuple[object, ...]):
     return plan.launches
 
 
+WAITING = {"tensor.quantize_tensor", "tensor.nvfp4_scale", "blockscaled.quantize_nvfp4"}
+
+
+def some_launches():
+    """Of every operator that quantizes a weight."""
+    found = [one for block in UNITS for one in launches("quantize_fp8_", fp8(300, 1000, block))]
+    w, codes, scales, s2, *place = nvfp4(300, 1000)
+    found += launches("nvfp4_tensor_scale_", (w, s2))
+    found += launches("quantize_nvfp4_", (w, codes, scales, s2, *place))
+    mx = w, meta(300, 1000, dtype=torch.uint8), meta(300, 32, dtype=torch.uint8)
+    return [*found, *launches("quantize_mxfp8_", (*mx, "RCEIL", *place))]
+
+
+def test_what_reads_an_earlier_launch_waits_and_the_first_sweep_does_not():
+    assert {one.kernel for one in some_launches() if one.waits} == WAITING
+
+
+def test_only_what_waits_is_started_early(monkeypatch):
+    pytest.importorskip("triton", reason="needs triton: install the extra `triton`")
+    for early in (False, True):
+        monkeypatch.setattr(launching, "_early", lambda device, early=early: early)
+        for one in some_launches():
+            found = launching.settings(one, torch.device("cpu"))
+            knows = one.waits or one.kernel == "tensor.amax_partials"
+            assert found.get("EARLY") == (early if knows else None), one.kernel
+            assert ("launch_pdl" in found) == (early and one.waits), one.kernel
+
+
 def hints(*shape: int, source: torch.Tensor | None = None) -> tuple[bool, int, bool]:
     """Whether the first sweep gives any; the tiles of each matrix that it keeps, or all; whether the second does."""
     first, second = launches(
