@@ -12,6 +12,7 @@ from olq.kernels.shapes import (
     cover,
     hints_of,
     is_tall,
+    is_vector,
     magnitudes_of,
     matrices_of,
     reading_of,
@@ -86,10 +87,7 @@ def _registers(tile: Tile, steps: tuple[int, ...], source: Tensor, codes: Tensor
     tensor. Elements that the compiler can't see as such take an address each.
     """
     few = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
-    together = all(
-        t.stride(-1) == 1 and not (t.stride(-2) | t.shape[-1] | step | t.data_ptr()) & 15
-        for t, step in zip((source, codes), steps, strict=False)
-    )
+    together = is_vector(source, steps[0]) and is_vector(codes, steps[1])
     narrow = not wide(tile, source, codes)
     return {"maxnreg": tiles.ROW_REGISTERS} if few and together and narrow else {}
 

@@ -113,6 +113,11 @@ def is_tall(t: Tensor) -> bool:
     return t.stride(-1) != 1 and t.stride(-2) == 1 and t.shape[-1] > 1
 
 
+def is_vector(t: Tensor, step: int) -> bool:
+    """Whether the compiler sees that rows are read or written many elements at a time: multiples of 16 everywhere."""
+    return t.stride(-1) == 1 and not (t.stride(-2) | t.shape[-1] | step | t.data_ptr()) & 15
+
+
 def wide(tile: Tile, *tensors: Tensor) -> bool:
     """Whether an offset within a tile may need more than 32 bits."""
     return any(tile.rows * t.stride(-2) + tile.columns * t.stride(-1) >= _INT32 for t in tensors)
@@ -141,11 +146,12 @@ def hints_of(shape: Matrices, source: Tensor) -> bool:
     Not of one that `tiles.CACHE` holds twice. It is there anyway; beside it the cache has room for what others will
     read, and the source itself, an activation say, may be wanted once more. Jobs with a table then share the cache.
     Nor of one whose tiles share sectors of memory, which a tile would give away before its neighbour has come.
+    Nor of rows that can't be read many elements at a time: another loop over those takes half as many registers again.
     """
-    row, column = source.stride(-2), source.stride(-1)
-    apart = (column == 1 and row >= shape.k) or (row == 1 and column >= shape.n)
+    rows = source.mT if is_tall(source) else source
+    apart = rows.stride(-2) >= rows.shape[-1] and (shape.matrices == 1 or shape.steps[0] != 0)
     size = shape.matrices * shape.n * shape.k * source.element_size()
-    return apart and (shape.matrices == 1 or shape.steps[0] != 0) and 2 * size > tiles.CACHE
+    return apart and is_vector(rows, shape.steps[0]) and 2 * size > tiles.CACHE
 
 
 def strides_of(step: int, t: Tensor) -> tuple[int, int, int]:

@@ -157,11 +157,11 @@ def test_whatever_part_of_a_matrix_the_cache_is_told_to_hold(cache, device, monk
     monkeypatch.setattr(tiles, "UNIT_ELEMENTS", 16)
     kept = []
     for w in (
-        weight(9, 30),
-        weight(9, 60)[:, :30],
-        weight(2, 9, 30),
-        weight(30, 9).t(),
-        weight(9, 60)[:, ::2],
+        weight(9, 48),
+        weight(9, 80)[:, :48],
+        weight(2, 9, 48),
+        weight(48, 16).t(),
+        weight(9, 96)[:, ::2],
     ):
         assert_all(w, device, ((0, 0),))
         first = plans.plan(*fp8_call(w, (0, 0))).launches[0]

@@ -216,16 +216,18 @@ def test_a_source_that_the_cache_holds_twice_is_read_without_hints():
 
 STRIDES = {
     "transposed": (lambda: meta(8192, 4096).t(), True),
-    "a region": (lambda: meta(4096, 9000)[:, 100:8292], True),
+    "a region": (lambda: meta(4096, 9008)[:, 96:8288], True),
+    "a start that is not aligned": (lambda: meta(4096, 9008)[:, 1:8193], False),
     "experts, transposed": (lambda: meta(2, 8192, 4096).transpose(1, 2), True),
     "every second": (lambda: meta(4096, 16384)[:, ::2], False),
+    "columns that are no multiple of 16": (lambda: meta(4096, 8191), False),
     "an expanded row": (lambda: meta(1, 8192).expand(4096, 8192), False),
     "expanded experts": (lambda: meta(1, 4096, 8192).expand(4, 4096, 8192), False),
 }
 
 
 @pytest.mark.parametrize("name", STRIDES)
-def test_hints_are_for_sources_whose_bytes_one_tile_reads(name):
+def test_hints_are_for_sources_whose_sectors_one_tile_reads_many_elements_at_a_time(name):
     make, expected = STRIDES[name]
     assert hints(4096, 8192, source=make())[::2] == (expected, expected)
 
