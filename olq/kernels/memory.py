@@ -11,6 +11,7 @@ import triton.language as tl
 from olq.kernels import shapes
 
 WORDS = tl.constexpr(shapes.WORDS)
+_NOTHING = tl.constexpr("")  # Triton 3.6 takes no plain string as a device function's default
 
 
 @triton.jit
@@ -85,17 +86,28 @@ def finish(x, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constex
 
 
 @triton.jit
-def fetch(pointers, mask, FULL: tl.constexpr):
-    """A tile as it is stored, 0 where `mask` is false. FULL: the mask is true everywhere."""
-    return tl.load(pointers) if FULL else tl.load(pointers, mask=mask, other=0.0)
+def fetch(pointers, mask, FULL: tl.constexpr, EVICT: tl.constexpr = _NOTHING):
+    """A tile as it is stored, 0 where `mask` is false. FULL: the mask is true everywhere.
+
+    EVICT: how soon the cache may forget it, in Triton's words; "" says nothing.
+    """
+    if FULL:
+        return tl.load(pointers, eviction_policy=EVICT)
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
 def read(
-    pointers, mask, FULL: tl.constexpr, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr
+    pointers,
+    mask,
+    FULL: tl.constexpr,
+    THROUGH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EVICT: tl.constexpr = _NOTHING,
 ):
     """The same in float32."""
-    return finish(fetch(pointers, mask, FULL), THROUGH, LARGEST, HARDWARE)
+    return finish(fetch(pointers, mask, FULL, EVICT), THROUGH, LARGEST, HARDWARE)
 
 
 @triton.jit

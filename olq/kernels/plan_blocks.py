@@ -11,6 +11,7 @@ from olq.kernels.shapes import (
     Matrices,
     Plan,
     cover,
+    hints_of,
     is_tall,
     magnitudes_of,
     matrices_of,
@@ -85,6 +86,7 @@ def nvfp4_tensor_scale(
         {"COUNT": tiles.power_of_two(count)},
         (1, 1, shape.matrices),
         4,
+        waits=True,
     )
     return Plan((first, second), count * shape.matrices)
 
@@ -130,9 +132,11 @@ def quantize_nvfp4(
             "PADDED": padded,
             **reading_of(source, through, saturate),
             **_tiling(tile, shape, padded, source, codes),
+            "HINTS": hints_of(shape, source),
         },
         (-(-wide // tile.columns), -(-down // tile.rows), shape.matrices),
         tile.warps,
+        waits=True,  # most often for the scale of the whole matrix
     )
     return Plan((one,))
 

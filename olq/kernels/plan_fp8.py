@@ -10,13 +10,16 @@ from olq.kernels.shapes import (
     Matrices,
     Plan,
     cover,
+    hints_of,
     is_tall,
+    is_vector,
     magnitudes_of,
     matrices_of,
     reading_of,
     strides_of,
     sweep_of,
     tiling_of,
+    wide,
 )
 from olq.kernels.tiles import Tile
 
@@ -72,15 +75,21 @@ def _fp8_rows(
         {**constants, "ONCE": once, "EACH": each, **tiling},
         (-(-shape.n // (tile.rows * each)), 1, shape.matrices),
         tile.warps,
-        _registers(tile, source) if once and each == 1 else {},
+        _registers(tile, shape.steps, source, codes) if once and each == 1 else {},
     )
     return Plan((one,))
 
 
-def _registers(tile: Tile, source: Tensor) -> dict[str, int]:
-    """How many a thread gets, where that is known to be enough."""
-    known = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
-    return {"maxnreg": tiles.ROW_REGISTERS} if known else {}
+def _registers(tile: Tile, steps: tuple[int, ...], source: Tensor, codes: Tensor) -> dict[str, int]:
+    """How many a thread gets, where that is known to be enough.
+
+    It is for 16 neighbours in memory a thread, read and written many at a time: then a thread has one address of each
+    tensor. Elements that the compiler can't see as such take an address each.
+    """
+    few = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
+    together = is_vector(source, steps[0]) and is_vector(codes, steps[1])
+    narrow = not wide(tile, source, codes)
+    return {"maxnreg": tiles.ROW_REGISTERS} if few and together and narrow else {}
 
 
 def _fp8_groups(
@@ -151,8 +160,14 @@ def _fp8_tensor(
             *strides_of(shape.steps[1], codes),
             shape.steps[2],
         ),
-        {**constants, "COUNT": tiles.power_of_two(count), **sweep.tiling(source, codes)},
+        {
+            **constants,
+            "COUNT": tiles.power_of_two(count),
+            **sweep.tiling(source, codes),
+            "HINTS": hints_of(shape, source),
+        },
         (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
+        waits=True,
     )
     return Plan((first, second), count * shape.matrices)

@@ -26,13 +26,18 @@ ROW_TILES = 1
 
 ROW_REGISTERS = 32
 """A thread's, for whole rows of 16 elements a thread: with more, a multiprocessor holds fewer than its 2048 threads.
-By itself the compiler takes up to 39 where a table names the tensors or a tile has several rows; with 32 none spill."""
+By itself the compiler takes up to 39 where a table names the tensors or a tile has several rows; `plan_fp8` knows where
+32 are enough."""
 
 UNIT_ELEMENTS = 1 << 14
 """The largest block that one program can hold."""
 
 PROGRAMS = 1056
 """Programs of a sweep over a whole matrix: eight for each of an H200's 132 multiprocessors."""
+
+CACHE = 32 << 20
+"""Bytes of sources that the second of two sweeps finds in the cache: what the first is told to keep, and what jobs
+with a table read between two launches. Tuned on an H200, whose second-level cache has 50 MB: 26 to 38 MiB did alike."""
 
 _TALL = Tile(64, 64, 4)
 """For a source whose rows, not columns, are neighbours in memory."""
@@ -49,7 +54,9 @@ def whole_rows(k: int, tall: bool) -> Tile:
         return _TALL
     columns = min(max(power_of_two(k), 16), ROW_ELEMENTS)
     rows = max(1, 4096 // columns)
-    return Tile(rows, columns, _warps(rows * columns, 512, 16))
+    # All threads of a row wait for its maximum. Of rows of 16384 elements a multiprocessor holds three with 8 warps (80
+    # registers a thread), two with 16 (53): another one is read or written meanwhile.
+    return Tile(rows, columns, _warps(rows * columns, 512 if columns <= 8192 else 2048, 16))
 
 
 def unit(rows: int, columns: int) -> Tile:

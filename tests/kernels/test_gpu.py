@@ -28,7 +28,7 @@ from numerics.cases import (
     weights,
 )
 from olq import kernels
-from olq.kernels import launching
+from olq.kernels import launching, tiles
 
 pytestmark = pytest.mark.cuda
 BLOCKS = ((1, 0), (0, 0), (128, 128), (1, 128))
@@ -221,6 +221,35 @@ def test_conversions_by_integers_give_the_same_bytes(monkeypatch):
             assert_all(bit_patterns(64, 256, dtype=dtype, finite=False), "cuda", BLOCKS)
     finally:
         launching._READY.clear()
+
+
+@pytest.mark.parametrize("cache", [1 << 16, 1 << 20, 3 << 20])
+def test_a_matrix_of_which_the_cache_holds_a_part(cache, monkeypatch):
+    monkeypatch.setattr(tiles, "CACHE", cache)
+    k = 1024 + 16 * (cache >> 16)  # a shape of its own: what was launched before is launched again
+    for w in (weight(1040, k), weight(k, 1040).t(), weight(3, 528, k)):
+        assert_all(w, "cuda", ((0, 0),))
+
+
+def test_launches_that_overlap_see_what_the_one_in_front_wrote():
+    calls, got = [], []
+    for seed in range(6):
+        w = weight(2048, 1536, seed=seed) * 2.0 ** (seed % 3)
+        scale_2 = poison(dtype=torch.float32)
+        calls += [fp8_call(w, (0, 0)), ("nvfp4_tensor_scale_", (w, scale_2)), nvfp4_call(w, scale_2)]
+    # One call's result is the next one's argument: the same tensor on the GPU too.
+    moved: dict[int, Tensor] = {}
+    for operator, args in calls:
+        there = [moved.setdefault(id(a), a.cuda()) if isinstance(a, Tensor) else a for a in args]
+        got.append((operator, there))
+    for _ in range(5):
+        for operator, args in got:
+            getattr(OPS, operator)(*args)
+    for operator, args in calls:
+        getattr(OPS, operator)(*args)
+        for a in args:
+            if isinstance(a, Tensor):
+                assert first_difference(moved[id(a)].cpu(), a) is None, operator
 
 
 def test_the_magnitude_of_a_large_matrix():
