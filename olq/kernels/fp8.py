@@ -8,7 +8,7 @@ Arithmetic is that of olq.numerics.fp8, each element read once (twice for rows t
 import triton
 import triton.language as tl
 
-from olq.kernels.memory import entry_of, fetch, finish, offsets, operand, read, write
+from olq.kernels.memory import entry_of, offsets, operand, read, write
 from olq.kernels.rounding import e4m3, fp8_scale, larger, largest
 
 
@@ -33,7 +33,6 @@ def quantize_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ONCE: tl.constexpr,
-    EACH: tl.constexpr,
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -41,54 +40,43 @@ def quantize_rows(
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
 ):
-    """One scale a row. ONCE: COLUMNS hold a whole row, and a program does EACH tiles; else rows are walked twice."""
+    """One scale a row. ONCE: COLUMNS hold a whole row; else it is walked twice."""
     entry, batch = entry_of(tl.program_id(2), TABLE)
     source = operand(source, table, entry, 0, TABLE, ALIGNED)
-    first = tl.program_id(0).to(tl.int64) * (ROWS * EACH)
+    first = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    across = (columns < k)[None, :]
+    inside = (first + rows < n)[:, None]
     source += batch * source_batch + first * source_row
     from_ = source + offsets(rows, columns, source_row, source_column, WIDE)
-    following = fetch(from_, (first + rows < n)[:, None] & across, FULL)
-    for i in tl.static_range(EACH):
-        inside = (first + i * ROWS + rows < n)[:, None]
-        x = finish(following, THROUGH, LARGEST, HARDWARE)
-        if i + 1 < EACH:  # the next rows come while these are worked on
-            from_ += tl.cast(source_row, tl.int64) * ROWS
-            following = fetch(from_, (first + (i + 1) * ROWS + rows < n)[:, None] & across, FULL)
-        amax = largest(x, 1, HARDWARE)
-        if not ONCE:
-            start = tl.cast(COLUMNS, tl.int64)
-            while (
-                start < k
-            ):  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
-                mask = inside & (columns < k - start)[None, :]
-                x = read(from_ + start * source_column, mask, False, THROUGH, LARGEST, HARDWARE)
-                amax = larger(amax, largest(x, 1, HARDWARE), HARDWARE)
-                start += COLUMNS
-        unit_scale, factor = fp8_scale(amax, POWER, HARDWARE)
-        if i == 0:  # asked of the table late: pointers that wait for the rows take registers
-            codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
-            scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
-            scale += batch * scale_batch
-            to = codes + (batch * codes_batch + first * codes_row)
-            to += offsets(rows, columns, codes_row, codes_column, WIDE)
-        good = (factor != 0.0)[:, None]
-        row = first + i * ROWS + rows
-        tl.store(scale + row * scale_down, unit_scale, mask=row < n)
-        if ONCE:
+    x = read(from_, inside & (columns < k)[None, :], FULL, THROUGH, LARGEST, HARDWARE)
+    amax = largest(x, 1, HARDWARE)
+    if not ONCE:
+        start = tl.cast(COLUMNS, tl.int64)
+        while start < k:  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
+            mask = inside & (columns < k - start)[None, :]
+            x = read(from_ + start * source_column, mask, False, THROUGH, LARGEST, HARDWARE)
+            amax = larger(amax, largest(x, 1, HARDWARE), HARDWARE)
+            start += COLUMNS
+    unit_scale, factor = fp8_scale(amax, POWER, HARDWARE)
+    # Asked of the table late: pointers that wait for the rows take registers.
+    codes = operand(codes, table, entry, 1, TABLE, ALIGNED)
+    scale = operand(scale, table, entry, 2, TABLE, ALIGNED)
+    codes += batch * codes_batch + first * codes_row
+    to = codes + offsets(rows, columns, codes_row, codes_column, WIDE)
+    good = (factor != 0.0)[:, None]
+    tl.store(scale + batch * scale_batch + (first + rows) * scale_down, unit_scale, mask=first + rows < n)
+    if ONCE:
+        y = tl.where(good, x * factor[:, None], 0.0)
+        write(to, e4m3(y, HARDWARE), inside & (columns < k)[None, :], FULL)
+    else:
+        start = tl.cast(0, tl.int64)
+        while start < k:
+            mask = inside & (columns < k - start)[None, :]
+            x = read(from_ + start * source_column, mask, False, THROUGH, LARGEST, HARDWARE)
             y = tl.where(good, x * factor[:, None], 0.0)
-            write(to, e4m3(y, HARDWARE), inside & across, FULL)
-            to += tl.cast(codes_row, tl.int64) * ROWS
-        else:
-            start = tl.cast(0, tl.int64)
-            while start < k:
-                mask = inside & (columns < k - start)[None, :]
-                x = read(from_ + start * source_column, mask, False, THROUGH, LARGEST, HARDWARE)
-                y = tl.where(good, x * factor[:, None], 0.0)
-                write(to + start * codes_column, e4m3(y, HARDWARE), mask, False)
-                start += COLUMNS
+            write(to + start * codes_column, e4m3(y, HARDWARE), mask, False)
+            start += COLUMNS
 
 
 @triton.jit

@@ -86,17 +86,6 @@ def finish(x, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constex
 
 
 @triton.jit
-def fetch(pointers, mask, FULL: tl.constexpr, EVICT: tl.constexpr = _NOTHING):
-    """A tile as it is stored, 0 where `mask` is false. FULL: the mask is true everywhere.
-
-    EVICT: how soon the cache may forget it, in Triton's words; "" says nothing.
-    """
-    if FULL:
-        return tl.load(pointers, eviction_policy=EVICT)
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
-
-
-@triton.jit
 def read(
     pointers,
     mask,
@@ -106,8 +95,15 @@ def read(
     HARDWARE: tl.constexpr,
     EVICT: tl.constexpr = _NOTHING,
 ):
-    """The same in float32."""
-    return finish(fetch(pointers, mask, FULL, EVICT), THROUGH, LARGEST, HARDWARE)
+    """A tile in float32, 0 where `mask` is false. FULL: the mask is true everywhere.
+
+    EVICT: how soon the cache may forget it, in Triton's words; "" says nothing.
+    """
+    if FULL:
+        x = tl.load(pointers, eviction_policy=EVICT)
+    else:
+        x = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
+    return finish(x, THROUGH, LARGEST, HARDWARE)
 
 
 @triton.jit

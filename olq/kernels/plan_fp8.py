@@ -58,9 +58,6 @@ def _fp8_rows(
 ) -> Plan:
     tile = tiles.whole_rows(shape.k, is_tall(source))
     once = tile.columns >= shape.k
-    each = tiles.ROW_TILES if once else 1
-    tiling = tiling_of(tile, shape.n, shape.k, source, codes)
-    tiling["FULL"] = tiling["FULL"] and shape.n % (tile.rows * each) == 0
     one = Launch(
         "fp8.quantize_rows",
         (0, 1, 2),
@@ -72,10 +69,10 @@ def _fp8_rows(
             shape.steps[2],
             scale.stride(-2),
         ),
-        {**constants, "ONCE": once, "EACH": each, **tiling},
-        (-(-shape.n // (tile.rows * each)), 1, shape.matrices),
+        {**constants, "ONCE": once, **tiling_of(tile, shape.n, shape.k, source, codes)},
+        (-(-shape.n // tile.rows), 1, shape.matrices),
         tile.warps,
-        _registers(tile, shape.steps, source, codes) if once and each == 1 else {},
+        _registers(tile, shape.steps, source, codes) if once else {},
     )
     return Plan((one,))
 

@@ -21,9 +21,6 @@ class Tile:
 ROW_ELEMENTS = 1 << 15
 """A row up to here stays in registers between its maximum and its codes; longer ones are read twice."""
 
-ROW_TILES = 1
-"""Tiles of whole rows that a program does one after the other; the next is read while one is worked on."""
-
 ROW_REGISTERS = 32
 """A thread's, for whole rows of 16 elements a thread: with more, a multiprocessor holds fewer than its 2048 threads.
 By itself the compiler takes up to 39 where a table names the tensors or a tile has several rows; `plan_fp8` knows where

@@ -64,7 +64,6 @@ def small_sweeps(patch: pytest.MonkeyPatch) -> None:
     """A whole matrix takes several programs and tiles, as if it were large."""
     patch.setattr(tiles, "UNIT_ELEMENTS", 16)
     patch.setattr(tiles, "PROGRAMS", 6)
-    patch.setattr(tiles, "ROW_TILES", 2)
     patch.setattr(tiles, "_sweep", lambda n, k, tall, elements: tiles.Tile(1, 16, 1))
 
 
