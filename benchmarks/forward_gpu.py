@@ -125,10 +125,17 @@ def calls(case: Case, layers: list[Layer], xs: list[Tensor]) -> dict[str, Call]:
         "layer": lambda i: layers[i](xs[i]),
         "bare": lambda i: scaled.multiply(operands[i], None, torch.bfloat16),
     }
-    if scaled_fp8.has_kernel(xs[0]):
+    if scaled_fp8.has_kernel(xs[0], stored[0]["_scale"], case.activations):
         quantized = [quantize_fp8(x, case.activations, False) for x in xs]
         found["product"] = lambda i: scaled_fp8.by_codes(
-            *quantized[i], stored[i][""], stored[i]["_scale"], None, (N,), (0,), case.activations, torch.bfloat16
+            *quantized[i],
+            stored[i][""],
+            stored[i]["_scale"],
+            None,
+            (N,),
+            (0,),
+            case.activations,
+            torch.bfloat16,
         )
     else:
         found["product"] = found["bare"]

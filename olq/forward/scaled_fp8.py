@@ -5,7 +5,7 @@
     tensor, channel    tensor, token   RowWise x RowWise; up to `FEW_ROWS` rows TensorWise x TensorWise, without the
                                        scales that are not tensors', into float32 to which they are applied
     block 128 x 128    group           BlockWise1x128 x BlockWise128x128, on compute capability 9.x
-    any of these                       none: up to `olq.kernels`' limit of rows, for 16-bit results on a GPU,
+    any but the first                  none: up to `olq.kernels`' limit of rows, for 16-bit results on a GPU,
                                        torch.ops.olq.multiply_codes_fp8_ reads the weight faster than cuBLAS does
 
 What cuBLAS and torch ask for, and where it comes from:
@@ -93,10 +93,15 @@ def operands_fp8(
     return Operands(a.view(_E4M3), b, [s], recipe, [_of_rows(scale, parts, rows)], recipe, _PLAIN)
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Whether `by_codes` is a kernel's work, for a result of the dtype of x [M, K]."""
+def has_kernel(x: Tensor, scale: Tensor, activations: str) -> bool:
+    """Whether `by_codes` is a kernel's work that pays, for x [M, K], a result of its dtype, and the weight's scale."""
     few = x.is_cuda and x.dtype != torch.float32 and x.shape[0] <= small_limit("fp8 codes")
-    return few and kernels.unavailable((x,)) is None
+    return few and not _single(x, scale, activations) and kernels.unavailable((x,)) is None
+
+
+def _single(x: Tensor, scale: Tensor, activations: str) -> bool:
+    """Whether both matrices have one scale: cuBLAS is fast then, for few rows too."""
+    return scale.shape == (1,) and (activations == "tensor" or x.shape[0] == 1)
 
 
 def by_codes(
@@ -268,11 +273,10 @@ def scaled_mm_fp8(
     """
     if not len(x):
         return x.new_empty(0, sum(parts))
-    if has_kernel(x):
+    if has_kernel(x, scale, activations):
         a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)
         return by_codes(a, s, codes, scale, bias, parts, starts, activations, x.dtype)
-    single = scale.shape == (1,) and (activations == "tensor" or x.shape[0] == 1)
-    if activations != "group" and not single and x.shape[0] <= FEW_ROWS:
+    if activations != "group" and not _single(x, scale, activations) and x.shape[0] <= FEW_ROWS:
         a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)
         return few_rows(a, s, codes, scale, bias, parts, x.dtype)
     operands = operands_fp8(x, codes, scale, parts, activations, power_of_two)

@@ -140,7 +140,7 @@ class Batch:
 
         A group of one job is launched singly, and so is everything while a CUDA graph is captured: the graph would
         repeat the copy of a table that is gone. Until the launches are done they need, on the device, 32 bytes for each
-        job and launch of its plan, and the scratch of as many jobs as one launch takes (`tabled.Group.limit`).
+        job and launch of its plan, and the scratch of as many jobs as one launch takes (`olq.kernels.tabled.CACHE`).
         """
         waiting, self._waiting = self._waiting, {}
         devices: dict[torch.device, dict[Group, _Waiting]] = {}

@@ -1,8 +1,8 @@
 """MXFP8 and NVFP4 kernels: a scale byte for each 32 or 16 columns, at places in a whole weight. Imports triton.
 
-Letters as in `fp8`; row, row_step, column = place of the tensor's first block in the scales. PADDED: the scales are
-those of this matrix alone, and the program writes 0 where they are filled up to 128 x 4. HINTS, EARLY: see `tensor`,
-whose sweep for magnitudes comes before `quantize_nvfp4`.
+Letters as in `fp8`; row, row_step, column = place of the tensor's first block in the scales. Programs of NVFP4 walk
+rows from the last to the first: after a sweep for magnitudes, the last rows are in the cache. PADDED: the scales are
+those of this matrix alone, and the program writes 0 where they are filled up to 128 x 4. EARLY: see `tensor`.
 """
 
 import triton
@@ -111,14 +111,13 @@ def _half(
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """Elements of even and of odd `columns`, [1, B, 8], of each row: two [R, B, 4]."""
     if WIDE:
         rows = rows.to(tl.int64)
         columns = columns.to(tl.int64)
     from_ = source + rows[:, None, None] * source_row + columns * source_column
-    x = read(from_, inside[:, None, None] & (columns < limit), FULL, THROUGH, LARGEST, HARDWARE, EVICT)
+    x = read(from_, inside[:, None, None] & (columns < limit), FULL, THROUGH, LARGEST, HARDWARE)
     return tl.split(tl.reshape(x, (ROWS, BLOCKS, 4, 2)))
 
 
@@ -151,19 +150,17 @@ def quantize_nvfp4(
     COLUMNS: tl.constexpr,
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
-    HINTS: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
     table=None,
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
 ):
-    """Packed E2M1 codes and E4M3 bytes, from the last matrix and row to the first: the cache may hold the last.
+    """Packed E2M1 codes and E4M3 bytes.
 
     A block is read in two halves, so that one thread has all of it and works out its scale alone.
     """
     BLOCKS: tl.constexpr = COLUMNS // 16
-    EVICT: tl.constexpr = "evict_first" if HINTS else ""
     if EARLY:
         gdc_wait()
     entry, batch = entry_of(tl.num_programs(2) - 1 - tl.program_id(2), TABLE)
@@ -182,11 +179,11 @@ def quantize_nvfp4(
     eight = blocks[None, :, None] * 16 + tl.arange(0, 8)[None, None, :]
     low_0, high_0 = _half(
         source, rows, eight, limit, inside, source_row, source_column,
-        THROUGH, LARGEST, ROWS, BLOCKS, FULL, WIDE, HARDWARE, EVICT,
+        THROUGH, LARGEST, ROWS, BLOCKS, FULL, WIDE, HARDWARE,
     )  # fmt: skip
     low_1, high_1 = _half(
         source, rows, eight + 8, limit, inside, source_row, source_column,
-        THROUGH, LARGEST, ROWS, BLOCKS, FULL, WIDE, HARDWARE, EVICT,
+        THROUGH, LARGEST, ROWS, BLOCKS, FULL, WIDE, HARDWARE,
     )  # fmt: skip
     four = larger(
         larger(tl.abs(low_0), tl.abs(high_0), HARDWARE),

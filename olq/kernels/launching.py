@@ -202,13 +202,20 @@ def _compiled(one: Launch, tensors: Sequence[Tensor], device: torch.device) -> A
 
 def settings(one: Launch, device: torch.device) -> dict[str, object]:
     """What a launch on this device is compiled for, by name: constants, and options of the compiler."""
-    found = {**one.constants, "HARDWARE": _hardware(device), "num_warps": one.warps, "enable_fp_fusion": False}
+    found = {
+        **one.constants,
+        "HARDWARE": _hardware(device),
+        "num_warps": one.warps,
+        "enable_fp_fusion": False,
+    }
     if "EARLY" in _kernel(one.kernel).arg_names:
         found["EARLY"] = _early(device)
         if one.waits and _early(device):
             found["launch_pdl"] = True
     for name, value in one.options.items():
-        if torch.version.cuda is not None or name != "maxnreg":  # only CUDA's compiler is told how many registers
+        if (
+            torch.version.cuda is not None or name != "maxnreg"
+        ):  # only CUDA's compiler is told how many registers
             found[name] = value
     return found
 

@@ -7,7 +7,7 @@ What comes out is exact, or rounded once where `decode` rounds too; scales that 
     e2m1_values     times an E4M3 scale times `SMALLER`, which keeps the largest product, 6 * 448, below 1: exact
 
 Codes come as int64 words of 8 E4M3 or 16 E2M1. The order of a word's values: of E4M3 that of its bytes; of E2M1 each
-value of its first four beside that of the next four, since shifts and masks give such pairs: 0 4 1 5 2 6 3 7, and so on.
+value of the first four beside that of the next four, since shifts and masks give such pairs: 0 4 1 5 2 6 3 7, and so on
 HARDWARE  see `rounding`.
 """
 
@@ -149,24 +149,30 @@ def e4m3_scaled(codes, factor, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 # In the fields of a 16-bit float, a code's sign and its three bits of magnitude, subnormal like the format's own, are
 # the value times a power of two: of 2**-126 in bfloat16, of 2**-14 in float16. One multiplication, by the block's scale
-# times the opposite power, puts that right and is exact. Masks take two codes of a 32-bit word at a time; the product
-# with a sum of two powers moves sign and magnitude to their places at once.
+# times the opposite power, puts that right and is exact. Masks take two codes of a 32-bit word at a time. In bfloat16
+# sign and magnitude lie so far apart that the product with a sum of two powers moves both to their places at once; in
+# float16 they would meet.
 
-_FIELDS = {"bf16": (0x81C081C0, 6), "f16": (0x8E008E00, 9)}
+
+def _placed(dtype: str, codes: str, lower: int) -> str:
+    """PTX: a = the codes that begin at bit `lower` of both halves, in a 16-bit float's fields; b is used up."""
+    if dtype == "bf16":
+        text = f"and.b32 a, {codes}, {0x000F000F << lower}; mul.lo.u32 a, a, {(1 << 12 - lower) + (1 << 6 - lower)};"
+        return text + "and.b32 a, a, 0x81C081C0;"
+    text = f"shl.b32 a, {codes}, {9 - lower}; and.b32 a, a, 0x0E000E00;"
+    return text + f"shl.b32 b, {codes}, {12 - lower}; and.b32 b, b, 0x80008000; or.b32 a, a, b;"
 
 
 def _e2m1(dtype: str) -> str:
     """PTX: 16 values of a block; $16 are their codes, $17 is a pair of factors."""
-    fields, shift = _FIELDS[dtype]
-    text = "{ .reg .b32 w0, w1, v, a, zero; mov.b64 {w0, w1}, $16; mov.b32 zero, 0x80008000;"
+    text = "{ .reg .b32 w0, w1, v, a, b, zero; mov.b64 {w0, w1}, $16; mov.b32 zero, 0x80008000;"
     at = 0
     for word in ("w0", "w1"):
-        text += f"shr.b32 v, {word}, 8;"
+        text += f"shr.u32 v, {word}, 8;"
         for codes in (word, "v"):
-            for mask, lower in ((0x000F000F, 0), (0x00F000F0, 4)):
-                text += f"and.b32 a, {codes}, {mask}; mul.lo.u32 a, a, {(1 << 12 - lower) + (1 << shift - lower)};"
-                text += f"and.b32 a, a, {fields}; fma.rn.{dtype}x2 a, a, $17, zero;"
-                text += f"mov.b32 {{${at}, ${at + 1}}}, a;"
+            for lower in (0, 4):
+                text += _placed(dtype, codes, lower)
+                text += f"fma.rn.{dtype}x2 a, a, $17, zero; mov.b32 {{${at}, ${at + 1}}}, a;"
                 at += 2
     return text + "}"
 
@@ -225,7 +231,7 @@ def _nibble(codes, at: tl.constexpr, factor, DTYPE: tl.constexpr):
 
 @triton.jit
 def e2m1_values(codes, factor, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """[..., 2, 2, 2, 2] values of int64 words times their blocks' scales times `SMALLER`: the last index is the half."""
+    """[..., 2, 2, 2, 2] values of int64 words, times blocks' scales, times `SMALLER`; the last index is the half."""
     if HARDWARE:
         if tl.float16 == DTYPE:
             e = tl.inline_asm_elementwise(

@@ -11,16 +11,16 @@ Order     a sum over columns may take them in any order, if both sides do. A thr
           memory. x is read in that order too.
 Ahead     codes and scales are asked for AHEAD steps before they are multiplied, x XAHEAD steps before.
 EVEN      whole tiles hold k columns exactly.
-EARLY     the kernel may start before the one in front of it is done: it fetches its first codes into the cache, and
-          waits before it reads anything.
+EARLY     the kernel may start before the one in front of it is done: with FETCH it asks for its first codes to be in
+          the cache, which is no reading; then it waits.
 
 Scales    where they stand; w' is what is multiplied
     whole   of whole rows (channels, parts): on the sum, and w' is the code's value
     units   float32 for unit_rows rows and UNIT_STEPS steps: on the sum of each step
     e8m0    in w'
     e4m3    in w', which is smaller than w by scale_2 and by `linear_decode.SMALLER`: these are for the sum
-x         bfloat16 or float16, w' likewise; or X8, E4M3 codes, which become float16 as w' does. Their scales, of tokens or
-          of tokens and UNIT_STEPS, are for the sum too.
+x         bfloat16 or float16, w' likewise; or X8, E4M3 codes, which become float16 as w' does. Their scales, of tokens
+          or of tokens and UNIT_STEPS, are for the sum too.
 """
 
 import triton
@@ -39,9 +39,7 @@ from olq.kernels.linear_decode import (
     two_factors,
 )
 
-_PREFETCH = tl.constexpr(
-    "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-)
+_PREFETCH = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -91,11 +89,13 @@ def _scales(
     WORDS: they are read at once.
     """
     at = _places(rows, places, row_stride, column_stride, SWIZZLED)
+    if not EVEN:
+        mask = mask & (left > 0)
     if not E4M3:
-        return tl.load(scale + at, mask=mask & (left > 0), other=0).to(tl.int32)
+        return tl.load(scale + at, mask=mask, other=0).to(tl.int32)
     if WORDS:
         TYPE: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
-        word = tl.load(scale.to(tl.pointer_type(TYPE)) + at // COUNT, mask=mask & (left > 0), other=0)
+        word = tl.load(scale.to(tl.pointer_type(TYPE)) + at // COUNT, mask=mask, other=0)
         word = word.to(tl.int32)
         if not EVEN:
             bytes_ = tl.minimum(left, COUNT)
@@ -117,9 +117,7 @@ def _weights_8(
     """w' [WARPS, ROWS, COLUMNS] from words of E4M3 [t w, eights, warp, sixteens, halves, pair, group]."""
     SIXTEENS: tl.constexpr = ROWS // 16
     if SCALES == "e8m0":
-        factor = tl.reshape(
-            e8m0_factor(scales, DTYPE, HARDWARE), (4, 1, 8, WARPS, SIXTEENS, 2, 1, GROUPS)
-        )
+        factor = tl.reshape(e8m0_factor(scales, DTYPE, HARDWARE), (4, 1, 8, WARPS, SIXTEENS, 2, 1, GROUPS))
         factor = tl.broadcast_to(factor, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
         factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
         w = e4m3_scaled(codes, factor, DTYPE, HARDWARE)
@@ -157,9 +155,7 @@ def _columns_of_x(
     EIGHTS: tl.constexpr = TOKENS // 8
     CHUNKS: tl.constexpr = GROUPS * PAIRS * (4 if E2M1 else 2)
     if X8:  # words [t w, token, warp, eights of tokens, pair, group]
-        y = tl.reshape(
-            e4m3_values(tile, tl.float16, HARDWARE), (4, 2, 8, WARPS, EIGHTS, PAIRS, GROUPS, 2, 4)
-        )
+        y = tl.reshape(e4m3_values(tile, tl.float16, HARDWARE), (4, 2, 8, WARPS, EIGHTS, PAIRS, GROUPS, 2, 4))
         y = tl.permute(y, (3, 6, 5, 1, 7, 0, 8, 4, 2))
     elif E2M1:  # elements [t (half, six of eight), token, warp, eights of tokens, chunk]
         y = tl.reshape(tile, (4, 2, 2, 2, 8, WARPS, EIGHTS, CHUNKS))
@@ -212,6 +208,7 @@ def product(
     UNIT_STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     XAHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -223,8 +220,8 @@ def product(
     STRIP: tl.constexpr = GROUPS * PAIRS * 8  # words of a row and step
     COLUMNS: tl.constexpr = STRIP * CODES
     ROWED: tl.constexpr = (SCALES == "e8m0") or E2M1  # scales stand in w'
-    # Words [t w, eights, warp, sixteens, halves, pair, group]: a thread has rows that are 8 apart. Those beyond the last
-    # repeat it.
+    # Words [t w, eights, warp, sixteens, halves, pair, group]: a thread has rows that are 8 apart. Those beyond the
+    # last repeat it.
     t_w = tl.arange(0, 8)[:, None, None, None, None, None, None]
     warp = tl.arange(0, WARPS)[None, None, :, None, None, None, None]
     sixteens = tl.arange(0, ROWS // 16)[None, None, None, :, None, None, None] * 16
@@ -286,7 +283,9 @@ def product(
         s_some = s_rows >= 0
     if SCALES == "units":  # [WARPS, ROWS, 1], and of x [WARPS, 1, TOKENS]
         u_first = (tl.arange(0, WARPS) // BANDS * STEPS)[:, None, None]
-        u_rows = band + (tl.arange(0, WARPS) % BANDS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
+        u_rows = (
+            band + (tl.arange(0, WARPS) % BANDS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
+        )
         u_rows = row + tl.minimum(u_rows, n - 1)
         u_scale = scale + (u_rows // unit_rows).to(tl.int64) * scale_row
         u_some = u_rows >= 0
@@ -295,7 +294,8 @@ def product(
         ux_scale = x_scale + u_token.to(tl.int64) * x_scale_row
         ux_some = u_token >= 0
     if EARLY:
-        _fetch(codes, codes_row, row, n, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
+        if FETCH:
+            _fetch(codes, codes_row, row, n, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
         gdc_wait()
 
     code = tl.load(from_) if EVEN else tl.load(from_, mask=(word * CODES < k) & some, other=0)

@@ -11,7 +11,6 @@ import triton.language as tl
 from olq.kernels import shapes
 
 WORDS = tl.constexpr(shapes.WORDS)
-_NOTHING = tl.constexpr("")  # Triton 3.6 takes no plain string as a device function's default
 
 
 @triton.jit
@@ -87,22 +86,10 @@ def finish(x, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constex
 
 @triton.jit
 def read(
-    pointers,
-    mask,
-    FULL: tl.constexpr,
-    THROUGH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    EVICT: tl.constexpr = _NOTHING,
+    pointers, mask, FULL: tl.constexpr, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """A tile in float32, 0 where `mask` is false. FULL: the mask is true everywhere.
-
-    EVICT: how soon the cache may forget it, in Triton's words; "" says nothing.
-    """
-    if FULL:
-        x = tl.load(pointers, eviction_policy=EVICT)
-    else:
-        x = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
+    """A tile in float32, 0 where `mask` is false. FULL: the mask is true everywhere."""
+    x = tl.load(pointers) if FULL else tl.load(pointers, mask=mask, other=0.0)
     return finish(x, THROUGH, LARGEST, HARDWARE)
 
 

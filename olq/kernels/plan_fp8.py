@@ -10,9 +10,7 @@ from olq.kernels.shapes import (
     Matrices,
     Plan,
     cover,
-    hints_of,
     is_tall,
-    is_vector,
     magnitudes_of,
     matrices_of,
     reading_of,
@@ -84,7 +82,10 @@ def _registers(tile: Tile, steps: tuple[int, ...], source: Tensor, codes: Tensor
     tensor. Elements that the compiler can't see as such take an address each.
     """
     few = tile.rows * tile.columns == 512 * tile.warps and source.element_size() == 2
-    together = is_vector(source, steps[0]) and is_vector(codes, steps[1])
+    together = all(
+        t.stride(-1) == 1 and not (t.stride(-2) | t.shape[-1] | step | t.data_ptr()) & 15
+        for t, step in zip((source, codes), steps, strict=False)
+    )
     narrow = not wide(tile, source, codes)
     return {"maxnreg": tiles.ROW_REGISTERS} if few and together and narrow else {}
 
@@ -157,12 +158,7 @@ def _fp8_tensor(
             *strides_of(shape.steps[1], codes),
             shape.steps[2],
         ),
-        {
-            **constants,
-            "COUNT": tiles.power_of_two(count),
-            **sweep.tiling(source, codes),
-            "HINTS": hints_of(shape, source),
-        },
+        {**constants, "COUNT": tiles.power_of_two(count), **sweep.tiling(source, codes)},
         (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
         waits=True,

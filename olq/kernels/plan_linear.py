@@ -39,6 +39,7 @@ class Share:
         pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step.
         ahead: steps that codes are asked for before they are multiplied, 1 or 2.
         xahead: whether x is asked for a step ahead.
+        fetch: whether the first codes are asked for before the launch in front is done.
         registers: at most, a thread; 0 is the compiler's choice.
     """
 
@@ -49,6 +50,7 @@ class Share:
     groups: int
     ahead: int = 1
     xahead: bool = False
+    fetch: bool = True
     registers: int = 0
 
     def columns(self, codes_a_byte: int) -> int:
@@ -56,29 +58,31 @@ class Share:
         return 64 * self.pairs * self.groups * codes_a_byte
 
 
-_MANY_TOKENS = Share(4, 1, 32, pairs=1, groups=2)
+_TOKENS_16 = Share(4, 4, 16, pairs=1, groups=2, ahead=2, registers=128)
+_TOKENS_32 = Share(4, 4, 16, pairs=1, groups=2, registers=128)
+_TOKENS_64 = Share(4, 1, 32, pairs=1, groups=2)
 SMALL = {
     "fp8": {
         1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
-        8: Share(8, 1, 16, pairs=1, groups=2, xahead=True),
-        16: Share(4, 4, 16, pairs=1, groups=2, ahead=2, registers=128),
-        64: _MANY_TOKENS,
+        16: _TOKENS_16,
+        32: _TOKENS_32,
+        64: _TOKENS_64,
     },
     "mxfp8": {
-        1: Share(8, 1, 16, pairs=2, groups=1),
+        4: Share(8, 1, 16, pairs=2, groups=1, fetch=False),
         8: Share(8, 1, 32, pairs=2, groups=1),
-        16: Share(4, 4, 16, pairs=1, groups=2, ahead=2, registers=128),
-        64: _MANY_TOKENS,
+        16: _TOKENS_16,
+        64: _TOKENS_64,
     },
     "nvfp4": {
         1: Share(8, 1, 32, pairs=2, groups=1),
         8: Share(8, 1, 32, pairs=1, groups=1, xahead=True),
-        16: Share(8, 1, 32, pairs=1, groups=1, registers=128),
-        32: Share(4, 1, 32, pairs=1, groups=1),
+        16: Share(4, 2, 32, pairs=1, groups=1, xahead=True),
+        32: Share(4, 2, 32, pairs=1, groups=1),
     },
     "fp8 codes": {
-        8: Share(8, 1, 16, pairs=2, groups=1),
-        16: Share(4, 4, 16, pairs=2, groups=1, registers=128),
+        1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
+        16: Share(4, 4, 16, pairs=2, groups=1, xahead=True, registers=128),
     },
 }
 """By format, and by rows of x up to which it is the choice; for more than the last there is no kernel."""
@@ -227,6 +231,7 @@ class _Call:
             "UNIT_STEPS": max(unit // columns, 1),
             "AHEAD": share.ahead,
             "XAHEAD": share.xahead,
+            "FETCH": share.fetch,
             "EVEN": k == share.splits * steps * columns,
         }
         return Launch(
@@ -258,7 +263,9 @@ def _constants(
     }
 
 
-def _units(scale: Tensor, k: int, block: tuple[int, int]) -> tuple[str, tuple[int, int], tuple[int, int]] | str:
+def _units(
+    scale: Tensor, k: int, block: tuple[int, int]
+) -> tuple[str, tuple[int, int], tuple[int, int]] | str:
     """Of float32 scales: where they stand, their strides, rows and columns of a unit; or why there is no kernel."""
     rows, columns = block
     whole = not columns or columns >= k

@@ -113,11 +113,6 @@ def is_tall(t: Tensor) -> bool:
     return t.stride(-1) != 1 and t.stride(-2) == 1 and t.shape[-1] > 1
 
 
-def is_vector(t: Tensor, step: int) -> bool:
-    """Whether the compiler sees that rows are read or written many elements at a time: multiples of 16 everywhere."""
-    return t.stride(-1) == 1 and not (t.stride(-2) | t.shape[-1] | step | t.data_ptr()) & 15
-
-
 def wide(tile: Tile, *tensors: Tensor) -> bool:
     """Whether an offset within a tile may need more than 32 bits."""
     return any(tile.rows * t.stride(-2) + tile.columns * t.stride(-1) >= _INT32 for t in tensors)
@@ -138,20 +133,6 @@ def tiling_of(tile: Tile, n: int, k: int, *tensors: Tensor) -> dict[str, object]
         "FULL": n % tile.rows == 0 and k % tile.columns == 0,
         "WIDE": wide(tile, *tensors),
     }
-
-
-def hints_of(shape: Matrices, source: Tensor) -> bool:
-    """Whether the cache is told what to hold of a source that is read twice: the last of the first sweep.
-
-    Not of one that `tiles.CACHE` holds twice. It is there anyway; beside it the cache has room for what others will
-    read, and the source itself, an activation say, may be wanted once more. Jobs with a table then share the cache.
-    Nor of one whose tiles share sectors of memory, which a tile would give away before its neighbour has come.
-    Nor of rows that can't be read many elements at a time: another loop over those takes half as many registers again.
-    """
-    rows = source.mT if is_tall(source) else source
-    apart = rows.stride(-2) >= rows.shape[-1] and (shape.matrices == 1 or shape.steps[0] != 0)
-    size = shape.matrices * shape.n * shape.k * source.element_size()
-    return apart and is_vector(rows, shape.steps[0]) and 2 * size > tiles.CACHE
 
 
 def strides_of(step: int, t: Tensor) -> tuple[int, int, int]:
@@ -204,13 +185,11 @@ def sweep_of(choose: Callable[[int, int, bool], Tile], shape: Matrices, *tensors
 def magnitudes_of(shape: Matrices, source: Tensor, reading: dict[str, object]) -> tuple[Launch, int]:
     """The launch that leaves each program's largest magnitude in the scratch; how many programs a matrix has."""
     sweep = sweep_of(tiles.magnitudes, shape, source)
-    # Matrices are walked at the same time: each has its share of the cache.
-    kept = tiles.CACHE // (shape.matrices * sweep.tile.rows * sweep.tile.columns * source.element_size())
     one = Launch(
         "tensor.amax_partials",
         (0, SCRATCH),
-        (*sweep.numbers, kept, *strides_of(shape.steps[0], source)),
-        {**reading, **sweep.tiling(source), "HINTS": kept > 0 and hints_of(shape, source)},
+        (*sweep.numbers, *strides_of(shape.steps[0], source)),
+        {**reading, **sweep.tiling(source)},
         (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
     )

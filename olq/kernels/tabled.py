@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olq.kernels import launching, tiles
+from olq.kernels import launching
 from olq.kernels.shapes import GRID, SCRATCH, WORDS, Launch, Plan
 
 OPERATORS = frozenset({"quantize_fp8_", "quantize_mxfp8_", "nvfp4_tensor_scale_", "quantize_nvfp4_"})
 """Operators whose kernels read a table."""
 
+CACHE = 32 << 20
+"""Bytes of sources between two launches that both read them: less than the second-level cache of large GPUs (an H200
+has 50 MB), so that the second finds there what the first has read. Not tuned."""
+
 LARGE = 16
-"""Jobs between two launches if `tiles.CACHE` does not hold the sources of two: what follows the first is a tiny launch,
-whose latency they share. Each needs a few KB of scratch."""
+"""Jobs between two launches whose sources do not fit there anyway: what follows the first is a tiny launch, whose
+latency they share. Each needs a few KB of scratch."""
 
 
 class Stage:
@@ -105,7 +109,7 @@ class Group:
         """Jobs that one launch takes."""
         limit = GRID // max(stage.launch.grid[2] for stage in self.stages)
         if len(self.stages) > 1:
-            limit = min(limit, tiles.CACHE // self.size if 2 * self.size <= tiles.CACHE else LARGE)
+            limit = min(limit, CACHE // self.size if 2 * self.size <= CACHE else LARGE)
         return max(limit, 1)
 
     def room(self, limit: int, count: int) -> tuple[Tensor | None, array]:

@@ -4,9 +4,9 @@ Two sweeps. The first leaves one magnitude a program in `partial`, [matrices, pr
 second reduces these by itself, so that there is neither an atomic nor memory that has to be cleared. The second
 sweep starts where the first ended, at what the cache still holds. LINE: all tiles are in one row, as if dense.
 
-HINTS  the cache is told what to hold: of the first sweep its last `kept` tiles, of the second nothing
-EARLY  launches overlap: what comes second is started while the first sweep ends, and waits before it touches memory.
-       The first sweep starts when everything before it is done, so that who waits for it has waited for all
+EARLY  launches overlap: what comes second is started when the programs of the first sweep end, and waits before it
+       touches memory. The first sweep starts when everything before it is done, so that who waits for it has waited for
+       all. (Started with the first sweep, it would hold places on the multiprocessors that the sweep needs.)
 """
 
 import triton
@@ -18,44 +18,6 @@ from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_
 
 
 @triton.jit
-def _magnitudes(
-    running,
-    source,
-    tile,
-    end,
-    programs,
-    n,
-    k,
-    across,
-    source_row,
-    source_column,
-    THROUGH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LINE: tl.constexpr,
-    FULL: tl.constexpr,
-    WIDE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """Walk on from `tile`, and stop at the first tile that is not below `end`: (what was largest so far, that tile)."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    local = offsets(rows, columns, source_row, source_column, WIDE)
-    while tile < end:  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
-        down = 0 if LINE else tile // across
-        first_row = tl.cast(down, tl.int64) * ROWS
-        first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
-        mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
-        from_ = source + (first_row * source_row + first_column * source_column) + local
-        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE, EVICT)
-        running = larger(running, tl.abs(x), HARDWARE)
-        tile += programs
-    return running, tile
-
-
-@triton.jit
 def amax_partials(
     source,
     partial,
@@ -63,7 +25,6 @@ def amax_partials(
     k,
     across,
     tiles,
-    kept,
     source_batch,
     source_row,
     source_column,
@@ -74,40 +35,35 @@ def amax_partials(
     LINE: tl.constexpr,
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
-    HINTS: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
     table=None,
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
 ):
-    """partial[matrix, program] = largest magnitude in the tiles that the program walked; every one is written.
-
-    `kept` of a matrix's tiles are for the next sweep; with a table, where one entry is walked after the other, of those
-    of all entries. Its matrices are walked at the same time.
-    """
-    if EARLY:
-        gdc_launch_dependents()
+    """partial[matrix, program] = largest magnitude in the tiles that the program walked; every one is written."""
     entry, batch = entry_of(tl.program_id(2), TABLE)
     source = operand(source, table, entry, 0, TABLE, ALIGNED)
     partial = operand(partial, table, entry, 1, TABLE, ALIGNED)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
     source += batch * source_batch
+    local = offsets(rows, columns, source_row, source_column, WIDE)
     running = tl.zeros((ROWS, COLUMNS), tl.float32)
     tile = program
-    if HINTS:
-        first_kept = tiles - kept
-        if TABLE:
-            first_kept += (tl.num_programs(2) // TABLE - 1 - entry) * tiles
-        running, tile = _magnitudes(
-            running, source, tile, tl.minimum(first_kept, tiles), programs, n, k, across, source_row, source_column,
-            THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL, WIDE, HARDWARE, "evict_first",
-        )  # fmt: skip
-    running, tile = _magnitudes(
-        running, source, tile, tiles, programs, n, k, across, source_row, source_column,
-        THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL, WIDE, HARDWARE, "evict_last" if HINTS else "",
-    )  # fmt: skip
+    while tile < tiles:  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
+        down = 0 if LINE else tile // across
+        first_row = tl.cast(down, tl.int64) * ROWS
+        first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
+        mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
+        from_ = source + (first_row * source_row + first_column * source_column) + local
+        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE)
+        running = larger(running, tl.abs(x), HARDWARE)
+        tile += programs
+    if EARLY:
+        gdc_launch_dependents()
     amax = largest(largest(running, 1, HARDWARE)[None, :], 1, HARDWARE)
     tl.store(partial + batch * programs + program + tl.arange(0, 1), amax)
 
@@ -169,7 +125,6 @@ def quantize_tensor(
     LINE: tl.constexpr,
     FULL: tl.constexpr,
     WIDE: tl.constexpr,
-    HINTS: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
     table=None,
@@ -204,7 +159,7 @@ def quantize_tensor(
         first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
         mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
         from_ = source + (first_row * source_row + first_column * source_column) + local_from
-        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE, "evict_first" if HINTS else "")
+        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE)
         y = tl.where(good, x * factor[:, None], 0.0)
         to = codes + (first_row * codes_row + first_column * codes_column) + local_to
         write(to, e4m3(y, HARDWARE), mask, FULL)

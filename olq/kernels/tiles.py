@@ -32,10 +32,6 @@ UNIT_ELEMENTS = 1 << 14
 PROGRAMS = 1056
 """Programs of a sweep over a whole matrix: eight for each of an H200's 132 multiprocessors."""
 
-CACHE = 32 << 20
-"""Bytes of sources that the second of two sweeps finds in the cache: what the first is told to keep, and what jobs
-with a table read between two launches. Tuned on an H200, whose second-level cache has 50 MB: 26 to 38 MiB did alike."""
-
 _TALL = Tile(64, 64, 4)
 """For a source whose rows, not columns, are neighbours in memory."""
 

@@ -2,8 +2,8 @@
 
     multiply_codes_fp8_(x, x_scale, codes, scale, bias, parts, starts, block_rows, block_columns, out!)
 
-Value     out[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: both as their codes and scales say, exact products summed
-          in float32, one rounding to the dtype of `out`
+Value     out[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: both as their codes and scales say, exact products
+          summed in float32, one rounding to the dtype of `out`
 Letters   as in `olq.ops.linear`, whose arguments these are too but for
 
     x       uint8 [M, K], E4M3

@@ -46,15 +46,9 @@ def launches(monkeypatch):
 
 @DEVICES
 @settings(deadline=None, max_examples=25)
-@given(
-    specs=st.lists(SPECS, min_size=1, max_size=3),
-    seed=st.integers(0, 999),
-    sweeps=st.booleans(),
-    cache=st.sampled_from([tiles.CACHE, 1, 100, 400]),
-)
-def test_any_mix_writes_the_bytes_of_single_calls(device, specs, seed, sweeps, cache):
+@given(specs=st.lists(SPECS, min_size=1, max_size=3), seed=st.integers(0, 999), sweeps=st.booleans())
+def test_any_mix_writes_the_bytes_of_single_calls(device, specs, seed, sweeps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "CACHE", cache)
         if sweeps:
             small_sweeps(patch)
         assert_written(specs, device, (seed,))
@@ -95,7 +89,7 @@ def test_more_jobs_than_a_grid_holds_take_more_launches(method, device, launches
 def test_sources_that_are_read_twice_take_turns_in_the_cache(device, launches, monkeypatch):
     nvfp4 = olq.get_method("nvfp4")
     spec = Spec(nvfp4, parts=(4,), columns=64, count=3)
-    monkeypatch.setattr(tiles, "CACHE", 2 * 4 * 64 * 2)
+    monkeypatch.setattr(tabled, "CACHE", 2 * 4 * 64 * 2)
     assert_written([spec, Spec(METHODS[0], parts=(4,), columns=64, count=3)], device)
     names = "amax_partials", "nvfp4_scale", "quantize_nvfp4"
     turns = [(name, 2) for name in names] + [(name, 1) for name in names]
@@ -104,7 +98,7 @@ def test_sources_that_are_read_twice_take_turns_in_the_cache(device, launches, m
 
 @DEVICES
 def test_larger_sources_than_the_cache_holds_share_launches_up_to_a_number(device, launches, monkeypatch):
-    monkeypatch.setattr(tiles, "CACHE", 1)
+    monkeypatch.setattr(tabled, "CACHE", 1)
     monkeypatch.setattr(tabled, "LARGE", 2)
     small_sweeps(monkeypatch)
     assert_written([Spec(METHODS[1], count=3)], device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernels.batches import METHODS, Spec, Weights, assert_alike, write_together
 
-from olq.kernels import launching, tiles
+from olq.kernels import launching, tabled
 from olq.kernels.batch import Batch
 
 pytestmark = pytest.mark.cuda
@@ -126,7 +126,7 @@ def test_other_releases_of_triton_go_through_its_front(monkeypatch):
 
 
 def test_memory_is_the_table_and_scratch_of_one_launch(monkeypatch):
-    monkeypatch.setattr(tiles, "CACHE", 8 * 256 * 512 * 2)
+    monkeypatch.setattr(tabled, "CACHE", 8 * 256 * 512 * 2)
     weights = Weights([Spec(METHODS[5], parts=(256,), columns=512, count=64)], "cuda")
     jobs = weights.jobs()
     write_together(weights, jobs)

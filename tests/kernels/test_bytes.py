@@ -19,7 +19,7 @@ from kernels.compare import (
 
 from numerics.cases import RULES, poison
 from olq import kernels
-from olq.kernels import plans, tiles
+from olq.kernels import tiles
 from olq.numerics import fp8
 
 READINGS = [
@@ -146,27 +146,6 @@ def test_a_matrix_of_several_programs(device, monkeypatch):
         monkeypatch.setattr(tiles, "UNIT_ELEMENTS", 16)  # else so small a matrix is one block
         assert_equal(*fp8_call(w, (0, 0)), device)
         assert_equal("nvfp4_tensor_scale_", (w, poison(*w.shape[:-2], dtype=torch.float32)), device)
-
-
-@DEVICES
-@pytest.mark.parametrize("cache", [1, 16 * 2 * 2, 16 * 2 * 11, 16 * 2 * 30])
-def test_whatever_part_of_a_matrix_the_cache_is_told_to_hold(cache, device, monkeypatch):
-    monkeypatch.setattr(tiles, "CACHE", cache)
-    monkeypatch.setattr(tiles, "PROGRAMS", 3)
-    monkeypatch.setattr(tiles, "_sweep", lambda n, k, tall, elements: tiles.Tile(1, 16, 1))
-    monkeypatch.setattr(tiles, "UNIT_ELEMENTS", 16)
-    kept = []
-    for w in (
-        weight(9, 48),
-        weight(9, 80)[:, :48],
-        weight(2, 9, 48),
-        weight(48, 16).t(),
-        weight(9, 96)[:, ::2],
-    ):
-        assert_all(w, device, ((0, 0),))
-        first = plans.plan(*fp8_call(w, (0, 0))).launches[0]
-        kept.append(first.numbers[4] if first.constants["HINTS"] else 0)
-    assert kept == {1: [0] * 5, 64: [2, 2, 1, 2, 0], 352: [11, 11, 5, 11, 0], 960: [30, 30, 15, 30, 0]}[cache]
 
 
 @DEVICES

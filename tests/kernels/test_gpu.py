@@ -28,7 +28,7 @@ from numerics.cases import (
     weights,
 )
 from olq import kernels
-from olq.kernels import launching, tiles
+from olq.kernels import launching
 
 pytestmark = pytest.mark.cuda
 BLOCKS = ((1, 0), (0, 0), (128, 128), (1, 128))
@@ -221,14 +221,6 @@ def test_conversions_by_integers_give_the_same_bytes(monkeypatch):
             assert_all(bit_patterns(64, 256, dtype=dtype, finite=False), "cuda", BLOCKS)
     finally:
         launching._READY.clear()
-
-
-@pytest.mark.parametrize("cache", [1 << 16, 1 << 20, 3 << 20])
-def test_a_matrix_of_which_the_cache_holds_a_part(cache, monkeypatch):
-    monkeypatch.setattr(tiles, "CACHE", cache)
-    k = 1024 + 16 * (cache >> 16)  # a shape of its own: what was launched before is launched again
-    for w in (weight(1040, k), weight(k, 1040).t(), weight(3, 528, k)):
-        assert_all(w, "cuda", ((0, 0),))
 
 
 def test_launches_that_overlap_see_what_the_one_in_front_wrote():

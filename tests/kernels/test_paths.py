@@ -148,12 +148,6 @@ def test_offsets_within_a_tile_widen_when_they_must():
         assert plan.launches[0].constants["WIDE"] is wide
 
 
-def nvfp4(n: int, k: int):
-    scales = meta(n, -(-k // 16), dtype=torch.uint8)
-    s2 = meta(1, dtype=torch.float32)[0]
-    return meta(n, k), meta(n, -(-k // 2), dtype=torch.uint8), scales, s2, "linear", 0, 1, 0
-
-
 def launches(operator: str, args: tuple[object, ...]):
     plan = plans.plan(operator, args)
     assert not isinstance(plan, str)
@@ -166,8 +160,9 @@ WAITING = {"tensor.quantize_tensor", "tensor.nvfp4_scale", "blockscaled.quantize
 def some_launches():
     """Of every operator that quantizes a weight."""
     found = [one for block in UNITS for one in launches("quantize_fp8_", fp8(300, 1000, block))]
-    w, codes, scales, s2, *place = nvfp4(300, 1000)
-    found += launches("nvfp4_tensor_scale_", (w, s2))
+    w, s2, place = meta(300, 1000), meta(1, dtype=torch.float32)[0], ("linear", 0, 1, 0, None, False)
+    found += launches("nvfp4_tensor_scale_", (w, s2, None, False))
+    codes, scales = meta(300, 500, dtype=torch.uint8), meta(300, 63, dtype=torch.uint8)
     found += launches("quantize_nvfp4_", (w, codes, scales, s2, *place))
     mx = w, meta(300, 1000, dtype=torch.uint8), meta(300, 32, dtype=torch.uint8)
     return [*found, *launches("quantize_mxfp8_", (*mx, "RCEIL", *place))]
@@ -186,56 +181,6 @@ def test_only_what_waits_is_started_early(monkeypatch):
             knows = one.waits or one.kernel == "tensor.amax_partials"
             assert found.get("EARLY") == (early if knows else None), one.kernel
             assert ("launch_pdl" in found) == (early and one.waits), one.kernel
-
-
-def hints(*shape: int, source: torch.Tensor | None = None) -> tuple[bool, int, bool]:
-    """Whether the first sweep gives any; the tiles of each matrix that it keeps, or all; whether the second does."""
-    first, second = launches(
-        "quantize_fp8_", fp8(*shape[-2:], (0, 0), meta(*shape) if source is None else source)
-    )
-    kept, tiles_ = first.numbers[4], first.numbers[3]
-    return first.constants["HINTS"], min(kept, tiles_), second.constants["HINTS"]
-
-
-def test_a_source_that_the_cache_does_not_hold_leaves_its_end_there():
-    per_tile = 8192 * 2
-    assert hints(4096, 8192) == (True, tiles.CACHE // per_tile, True)
-    assert hints(8, 4096, 8192) == (True, tiles.CACHE // per_tile // 8, True)
-    assert hints(3072, 4096) == (True, 3072 * 4096 * 2 // per_tile, True)
-    (first, _) = launches("nvfp4_tensor_scale_", (meta(4096, 8192), meta(1, dtype=torch.float32)[0]))
-    assert first.constants["HINTS"]
-    for n, given_ in ((4096, True), (1024, False)):
-        (one,) = launches("quantize_nvfp4_", nvfp4(n, 8192))
-        assert one.constants["HINTS"] is given_
-
-
-def test_a_source_that_the_cache_holds_twice_is_read_without_hints():
-    assert hints(1024, 8192)[::2] == (False, False)
-    assert hints(4, 256, 8192)[::2] == (False, False)
-
-
-STRIDES = {
-    "transposed": (lambda: meta(8192, 4096).t(), True),
-    "a region": (lambda: meta(4096, 9008)[:, 96:8288], True),
-    "a start that is not aligned": (lambda: meta(4096, 9008)[:, 1:8193], False),
-    "experts, transposed": (lambda: meta(2, 8192, 4096).transpose(1, 2), True),
-    "every second": (lambda: meta(4096, 16384)[:, ::2], False),
-    "columns that are no multiple of 16": (lambda: meta(4096, 8191), False),
-    "an expanded row": (lambda: meta(1, 8192).expand(4096, 8192), False),
-    "expanded experts": (lambda: meta(1, 4096, 8192).expand(4, 4096, 8192), False),
-}
-
-
-@pytest.mark.parametrize("name", STRIDES)
-def test_hints_are_for_sources_whose_sectors_one_tile_reads_many_elements_at_a_time(name):
-    make, expected = STRIDES[name]
-    assert hints(4096, 8192, source=make())[::2] == (expected, expected)
-
-
-def test_few_matrix_bytes_in_the_cache_are_none():
-    first, _ = launches("quantize_fp8_", fp8(64, 512, (0, 0), meta(5000, 64, 512)))
-    assert first.numbers[4] == 0
-    assert not first.constants["HINTS"]
 
 
 def test_long_rows_take_fewer_threads():
