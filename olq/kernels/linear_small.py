@@ -11,8 +11,8 @@ Order     a sum over columns may take them in any order, if both sides do. A thr
           memory. x is read in that order too.
 Ahead     codes and scales are asked for AHEAD steps before they are multiplied, x XAHEAD steps before.
 EVEN      whole tiles hold k columns exactly.
-EARLY     the kernel may start before the one in front of it is done: with FETCH it asks for its first codes to be in
-          the cache, which is no reading; then it waits.
+EARLY     the kernel may start before the one in front of it is done: it asks for its first codes to be in the cache,
+          which is no reading; then it waits.
 
 Scales    where they stand; w' is what is multiplied
     whole   of whole rows (channels, parts): on the sum, and w' is the code's value
@@ -81,31 +81,27 @@ def _kept(codes, left, CODES: tl.constexpr):
 
 @triton.jit
 def _scales(
-    scale, rows, places, left, mask, row_stride, column_stride, E4M3: tl.constexpr, WORDS: tl.constexpr,
-    SWIZZLED: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr,
+    from_, left, mask, apart, E4M3: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """Int32: a thread's E8M0 byte, or its COUNT neighbouring E4M3 bytes, of which those from `left` on are 0.
 
-    WORDS: they are read at once.
+    `apart` is how far they are apart; WORDS: they are aligned and next to each other.
     """
-    at = _places(rows, places, row_stride, column_stride, SWIZZLED)
     if not EVEN:
         mask = mask & (left > 0)
     if not E4M3:
-        return tl.load(scale + at, mask=mask, other=0).to(tl.int32)
+        return tl.load(from_, mask=mask, other=0).to(tl.int32)
     if WORDS:
         TYPE: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
-        word = tl.load(scale.to(tl.pointer_type(TYPE)) + at // COUNT, mask=mask, other=0)
-        word = word.to(tl.int32)
+        word = tl.load(from_.to(tl.pointer_type(TYPE), bitcast=True), mask=mask, other=0).to(tl.int32)
         if not EVEN:
             bytes_ = tl.minimum(left, COUNT)
             keep = (1 << (tl.minimum(bytes_, 3) * 8)) - 1
             word = tl.where(bytes_ == 4, word, word & keep)
         return word
-    word = tl.zeros(at.shape, tl.int32)
+    word = tl.zeros(mask.shape, tl.int32)
     for i in tl.static_range(COUNT):
-        at = _places(rows, places + i, row_stride, column_stride, SWIZZLED)
-        word |= tl.load(scale + at, mask=mask & (left > i), other=0).to(tl.int32) << (8 * i)
+        word |= tl.load(from_ + i * apart, mask=mask & (left > i), other=0).to(tl.int32) << (8 * i)
     return word
 
 
@@ -208,7 +204,6 @@ def product(
     UNIT_STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     XAHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -279,8 +274,11 @@ def product(
             BLOCK: tl.constexpr = 32
             s_at = s_group * (2 * PAIRS) + s_t * PAIRS // 2
         s_at += s_warp // BANDS * (STEPS * SSTEP)
-        blocks = (k + BLOCK - 1) // BLOCK
+        s_left = (k + BLOCK - 1) // BLOCK - s_at
+        s_from = scale + _places(s_rows, s_at, scale_row, scale_column, SWIZZLED)
         s_some = s_rows >= 0
+        # Swizzled, a tile has 4 places side by side, and 512 bytes.
+        s_stride = SSTEP // 4 * 512 if SWIZZLED else SSTEP * scale_column
     if SCALES == "units":  # [WARPS, ROWS, 1], and of x [WARPS, 1, TOKENS]
         u_first = (tl.arange(0, WARPS) // BANDS * STEPS)[:, None, None]
         u_rows = (
@@ -294,8 +292,7 @@ def product(
         ux_scale = x_scale + u_token.to(tl.int64) * x_scale_row
         ux_some = u_token >= 0
     if EARLY:
-        if FETCH:
-            _fetch(codes, codes_row, row, n, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
+        _fetch(codes, codes_row, row, n, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
         gdc_wait()
 
     code = tl.load(from_) if EVEN else tl.load(from_, mask=(word * CODES < k) & some, other=0)
@@ -306,9 +303,7 @@ def product(
         code_2 = tl.load(from_ + STRIP, mask=mask, other=0)
     scales = 0
     if ROWED:
-        scales = _scales(
-            scale, s_rows, s_at, blocks - s_at, s_some, scale_row, scale_column, E2M1, WORDS, SWIZZLED, COUNT, EVEN
-        )  # fmt: skip
+        scales = _scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN)
     tile = 0
     if XAHEAD:
         tile = tl.load(x_from) if EVEN else tl.load(x_from, mask=(x_at * XCODES < k) & x_some, other=0)
@@ -336,12 +331,10 @@ def product(
             code = code_2
         s_current = scales
         if ROWED:
-            places = s_at + (step + 1) * SSTEP
+            following = s_from + (step + 1) * s_stride
             s_more = s_some & (step + 1 < STEPS)
-            scales = _scales(
-                scale, s_rows, places, blocks - places, s_more, scale_row, scale_column, E2M1, WORDS, SWIZZLED,
-                COUNT, EVEN,
-            )  # fmt: skip
+            left = s_left - (step + 1) * SSTEP
+            scales = _scales(following, left, s_more, scale_column, E2M1, WORDS, COUNT, EVEN)
         if E2M1:
             w = _weights_4(current, s_current, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
         else:

@@ -36,10 +36,10 @@ class Share:
         splits: shares of the columns.
         bands: bands of rows.
         rows: of a band.
-        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step.
+        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step. With
+            scales in w', a step has 4 of them or a multiple: 128 columns of E4M3 or E2M1.
         ahead: steps that codes are asked for before they are multiplied, 1 or 2.
         xahead: whether x is asked for a step ahead.
-        fetch: whether the first codes are asked for before the launch in front is done.
         registers: at most, a thread; 0 is the compiler's choice.
     """
 
@@ -50,7 +50,6 @@ class Share:
     groups: int
     ahead: int = 1
     xahead: bool = False
-    fetch: bool = True
     registers: int = 0
 
     def columns(self, codes_a_byte: int) -> int:
@@ -58,18 +57,18 @@ class Share:
         return 64 * self.pairs * self.groups * codes_a_byte
 
 
-_TOKENS_16 = Share(4, 4, 16, pairs=1, groups=2, ahead=2, registers=128)
-_TOKENS_32 = Share(4, 4, 16, pairs=1, groups=2, registers=128)
+_TOKENS_16 = Share(4, 4, 16, pairs=1, groups=2, registers=128)
 _TOKENS_64 = Share(4, 1, 32, pairs=1, groups=2)
 SMALL = {
     "fp8": {
         1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
-        16: _TOKENS_16,
-        32: _TOKENS_32,
+        8: replace(_TOKENS_16, ahead=2),
+        16: replace(_TOKENS_16, xahead=True),
+        32: _TOKENS_16,
         64: _TOKENS_64,
     },
     "mxfp8": {
-        4: Share(8, 1, 16, pairs=2, groups=1, fetch=False),
+        4: Share(8, 1, 16, pairs=2, groups=1),
         8: Share(8, 1, 32, pairs=2, groups=1),
         16: _TOKENS_16,
         64: _TOKENS_64,
@@ -81,7 +80,7 @@ SMALL = {
         32: Share(4, 2, 32, pairs=1, groups=1),
     },
     "fp8 codes": {
-        1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
+        1: Share(8, 1, 32, pairs=2, groups=1, xahead=True),
         16: Share(4, 4, 16, pairs=2, groups=1, xahead=True, registers=128),
     },
 }
@@ -231,7 +230,6 @@ class _Call:
             "UNIT_STEPS": max(unit // columns, 1),
             "AHEAD": share.ahead,
             "XAHEAD": share.xahead,
-            "FETCH": share.fetch,
             "EVEN": k == share.splits * steps * columns,
         }
         return Launch(
