@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.markdown import DASH, Row, moment, prose, rows_of, table, text, versions
+from benchmarks.reasons import reason_of
 from benchmarks.targets import BENCHMARKS, GPU, TARGETS, Benchmark, Figure, Target, holds
 from benchmarks.verified_page import RECORDS, verified
 
@@ -169,8 +170,14 @@ def plain_table(rows: Iterable[Row]) -> list[str]:
     return table(("case", "numbers", *COLUMNS[-3:]), (cells for _, cells in found.values()))
 
 
-def section(name: str, rows: Sequence[Row], count: dict[str, list[str]], folder: Path) -> list[str]:
-    """One benchmark; what became of its targets is added to `count`."""
+def section(
+    name: str,
+    rows: Sequence[Row],
+    count: dict[str, list[str]],
+    reasons: dict[str, list[str]],
+    folder: Path,
+) -> list[str]:
+    """One benchmark; what became of its targets is added to `count`, and why some are not met to `reasons`."""
     known = next((b for b in BENCHMARKS if b.name == name), None)
     out = [f"## {known.title if known else text(name)}", ""]
     if known:
@@ -191,10 +198,13 @@ def section(name: str, rows: Sequence[Row], count: dict[str, list[str]], folder:
         lines += found
         other += [] if found else [row]
     missing = absent(known, [target for target, _ in lines])
-    for cells in [cells for target, cells in lines if target] + missing:
-        count[cells[4].strip("*")].append(
-            f"{known.title}: {cells[0]}, {cells[1]}: {cells[2]}, target {cells[3]}"
-        )
+    for target, cells in [*lines, *((None, cells) for cells in missing)]:
+        met = cells[4].strip("*")
+        if met in count:
+            entry = f"{known.title}: {cells[0]}, {cells[1]}: {cells[2]}, target {cells[3]}"
+            count[met].append(entry)
+            if target and met == "not met" and (reason := reason_of(target)):
+                reasons.setdefault(reason, []).append(cells[0])
     out += table(COLUMNS, [*(cells for _, cells in lines), *missing])
     return out + (["Rows without a figure that is known:", "", *plain_table(other)] if other else [])
 
@@ -207,8 +217,9 @@ def results(folder: Path) -> str:
     ]
     count: dict[str, list[str]] = {"yes": [], "not met": [], "not measured": []}
     body: list[str] = []
+    reasons: dict[str, list[str]] = {}
     for name in names:
-        body += section(name, files.get(name, []), count, folder)
+        body += section(name, files.get(name, []), count, reasons, folder)
     out = [
         "# Results",
         "",
@@ -216,7 +227,7 @@ def results(folder: Path) -> str:
             "Made by `make pages` from the rows in `benchmarks/results`, which the benchmarks append when they run. "
             f"Of each case the newest row on each GPU is shown. Targets hold on one {GPU} and stand in "
             "`benchmarks/targets.py`. They bound shares and ratios, both sides of which were measured in one run; "
-            "times and bytes are information."
+            "times and bytes are information. Of a target that is not met, `benchmarks/reasons.py` says what was tried."
         ),
         f"Of {sum(map(len, count.values()))} targets {len(count['yes'])} are met, {len(count['not met'])} are not, and "
         f"{len(count['not measured'])} have no measured row.",
@@ -225,6 +236,10 @@ def results(folder: Path) -> str:
     for word in ("not met", "not measured"):
         if count[word]:
             out += [f"{word.capitalize()}:", "", *(f"- {entry}" for entry in count[word]), ""]
+    if reasons:
+        out += ["What profiles say of those that are not met, and what was tried:", ""]
+        for reason, cases in reasons.items():
+            out += prose(f"- **{'; '.join(cases)}.** {reason}")
     return "\n".join(out + body).rstrip("\n") + "\n"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import recording
 
-from benchmarks import checkout, forward_gpu, gpu_cases, linear_cases, pages, targets
+from benchmarks import checkout, forward_gpu, gpu_cases, linear_cases, pages, reasons, targets
 from benchmarks.verified_page import verified
 
 REPO = Path(__file__).resolve().parents[1]
@@ -88,6 +88,26 @@ def test_a_row_below_its_target_shows_as_not_met_however_near(tmp_path, share, s
     )
     assert listed == (met != "yes")
     assert f"{int(met == 'yes')} are met, {int(listed)} are not" in page
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_what_was_tried_is_said_once_of_cases_that_miss_their_targets(tmp_path, share):
+    rows = [
+        {"case": case, "m": 16, "shape": "8192x8192", "share": share, "gpu": "NVIDIA H200"}
+        for case in ("token", "block")
+    ]
+    page = results(tmp_path, *rows, name="forward_gpu")
+    said = "- **token, M = 16, 8192x8192; block, M = 16, 8192x8192.** "
+    assert page.count(said) == int(share < 0.8)
+    assert ("what was tried:" in page) == (share < 0.8)
+
+
+def test_each_reason_is_about_a_target():
+    for reason in reasons.REASONS:
+        assert any(
+            t.benchmark == reason.benchmark and reason.where.items() <= dict(t.where).items()
+            for t in targets.TARGETS
+        ), reason
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(1.4, "yes"), (1.5, "**not met**")])
