@@ -23,7 +23,7 @@ class Reason:
 
 _WHOLE = (
     "No unit is busy all the time (Nsight Compute: DRAM 60 %, L1 73 %, issue slots 43 %, for fp8). A program has 64 "
-    "rows of the weight and fills a multiprocessor, so all begin and end together, and start, first loads and last sums "
+    "rows of the weight and fills a multiprocessor, so all begin and end together; start, first loads and last sums "
     "take about 4 us that a copy of a gigabyte does not show. "
 )
 
@@ -48,8 +48,8 @@ REASONS = (
         "linear_gpu",
         {"case": "nvfp4", "rows_of_x": 16},
         "The way of x through L1 is the limit (88 % busy): 8 rows of x lie in 8 lines, and each program needs all of "
-        "x. With x laid out beforehand as threads want it the kernel takes 18.5 us (0.51), but that layout would cost a "
-        "launch of 2 us. Tried as well: 64 rows a warp, at once or 16 after 16, and x through shared memory.",
+        "x. With x laid out beforehand as threads want it the kernel takes 18.5 us (0.51), but that layout would cost "
+        "a launch of 2 us. Tried as well: 64 rows a warp, at once or 16 after 16, and x through shared memory.",
     ),
     Reason(
         "linear_gpu",
