@@ -212,12 +212,9 @@ def settings(one: Launch, device: torch.device) -> dict[str, object]:
         found["EARLY"] = _early(device)
         if one.waits and _early(device):
             found["launch_pdl"] = True
-    for name, value in one.options.items():
-        if (
-            torch.version.cuda is not None or name != "maxnreg"
-        ):  # only CUDA's compiler is told how many registers
-            found[name] = value
-    return found
+    # Only CUDA's compiler is told a number of registers.
+    unknown = () if torch.version.cuda is not None else ("maxnreg",)
+    return found | {name: value for name, value in one.options.items() if name not in unknown}
 
 
 @functools.cache

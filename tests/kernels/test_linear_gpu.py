@@ -106,3 +106,34 @@ def test_a_second_call_is_launched_without_tritons_front():
         renewed = kernels.renew(weight.operator, args[:-1] if args[-1] == "linear" else args)
         assert renewed is not None, form
         assert torch.equal(renewed[0], want)
+
+
+@FORMS
+@pytest.mark.parametrize("m", [1, 16])
+def test_a_product_that_starts_early_waits_for_what_it_reads(form, m):
+    """A chain in which each product reads what the one in front wrote, and weights are written between two products."""
+    weight, _, _, args = on_gpu(form, m, [512], 512)
+    args[-len(weight.rest) - 3] = None  # no bias
+    operator, codes = getattr(OPS, weight.operator), args[1]
+    one, other = codes.clone(), codes.roll(7, 0)
+
+    def chain(wait: bool) -> Tensor:
+        y = args[0]
+        for step in range(24):
+            codes.copy_(one if step % 3 else other)
+            y = operator(y, *args[1:])
+            y = operator(y * (1 / y.abs().amax()), *args[1:])
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(wait=True)
+    assert want.isfinite().all()
+    for _ in range(20):
+        assert torch.equal(chain(wait=False), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(wait=False)
+    for _ in range(20):
+        graph.replay()
+    assert torch.equal(y, want)
