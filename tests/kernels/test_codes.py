@@ -109,23 +109,21 @@ def test_what_is_no_number_spoils_its_row_or_column_and_no_other(form, device):
     assert torch.equal(spoilt, want)
 
 
-def plan(form: str, m: int = 3, dtype: torch.dtype = torch.bfloat16, k: int = 256, **change: object):
-    weight = make(form, [40], k)
-    x, s, _ = quantized(form, m, k, k, weight, 1)
+NAMES = ("x", "x_scale", "codes", "scale", "bias", "parts", "starts", "block_rows", "block_columns", "out")
+
+
+def changed(
+    form: str, m: int = 3, dtype: torch.dtype = torch.bfloat16, **change: object
+) -> tuple[object, ...]:
+    """Arguments of a call with 40 rows of W and 256 columns, some of them other ones."""
+    weight = make(form, [40], 256)
+    x, s, _ = quantized(form, m, 256, 256, weight, 1)
     args = call(weight, x, s, None, torch.empty(m, 40, dtype=dtype))
-    names = (
-        "x",
-        "x_scale",
-        "codes",
-        "scale",
-        "bias",
-        "parts",
-        "starts",
-        "block_rows",
-        "block_columns",
-        "out",
-    )
-    return plans.plan("multiply_codes_fp8_", tuple((dict(zip(names, args, strict=True)) | change).values()))
+    return tuple((dict(zip(NAMES, args, strict=True)) | change).values())
+
+
+def plan(form: str, *args: object, **change: object) -> Plan | str:
+    return plans.plan("multiply_codes_fp8_", changed(form, *args, **change))
 
 
 @FORMS
@@ -167,21 +165,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("needed", REFUSED)
 def test_arguments_that_do_not_fit_are_refused(needed):
-    weight = make("fp8 channel", [40], 256)
-    x, s, _ = quantized("fp8 channel", 3, 256, 256, weight, 1)
-    args = call(weight, x, s, None, torch.empty(3, 40, dtype=torch.bfloat16))
-    names = (
-        "x",
-        "x_scale",
-        "codes",
-        "scale",
-        "bias",
-        "parts",
-        "starts",
-        "block_rows",
-        "block_columns",
-        "out",
-    )
     with pytest.raises(LayoutError, match="multiply_codes_fp8_ can't take this") as error:
-        OPS.multiply_codes_fp8_(*(dict(zip(names, args, strict=True)) | REFUSED[needed]).values())
+        OPS.multiply_codes_fp8_(*changed("fp8 channel", **REFUSED[needed]))
     assert needed in str(error.value)
