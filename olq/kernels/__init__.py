@@ -10,13 +10,13 @@ launching  compile, launch, and launch again without Triton's Python
 batch, tabled                    many calls that differ in addresses only, in one launch
 rounding, memory                 device functions: arithmetic; reading and writing tiles
 linear_decode                    device functions: codes to operands of a product, in registers
-linear_small                     kernels that multiply a few rows by a quantized weight
+linear_small                     the kernel that multiplies a few rows by a quantized weight
 fp8, blockscaled, tensor, decode, activations kernels
 plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
 Bytes equal olq.numerics on every input; kernels add no memory but a few KB for the maxima of a whole matrix. Products
-use weights whose bits are those that olq.numerics decodes, and sum in float32.
+multiply by the values that olq.numerics decodes, or by these rounded to 16 bits, and sum in float32: olq.ops.linear.
 """
 
 from dataclasses import dataclass
