@@ -86,10 +86,22 @@ def finish(x, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constex
 
 @triton.jit
 def read(
-    pointers, mask, FULL: tl.constexpr, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr
+    pointers,
+    mask,
+    FULL: tl.constexpr,
+    THROUGH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    FLEETING: tl.constexpr = False,
 ):
-    """A tile in float32, 0 where `mask` is false. FULL: the mask is true everywhere."""
-    x = tl.load(pointers) if FULL else tl.load(pointers, mask=mask, other=0.0)
+    """A tile in float32, 0 where `mask` is false. FULL: the mask is true everywhere. FLEETING: the cache need not keep
+    it.
+    """
+    EVICT: tl.constexpr = "evict_first" if FLEETING else ""
+    if FULL:
+        x = tl.load(pointers, eviction_policy=EVICT)
+    else:
+        x = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
     return finish(x, THROUGH, LARGEST, HARDWARE)
 
 

@@ -155,10 +155,9 @@ class Sweep:
     across: int
     count: int
 
-    @property
-    def programs(self) -> int:
-        """Programs for each matrix."""
-        return min(self.count, max(1, tiles.PROGRAMS // self.shape.matrices))
+    def programs(self, most: int) -> int:
+        """Programs for each matrix, `most` for all."""
+        return min(self.count, max(1, most // self.shape.matrices))
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
@@ -185,12 +184,21 @@ def sweep_of(choose: Callable[[int, int, bool], Tile], shape: Matrices, *tensors
 def magnitudes_of(shape: Matrices, source: Tensor, reading: dict[str, object]) -> tuple[Launch, int]:
     """The launch that leaves each program's largest magnitude in the scratch; how many programs a matrix has."""
     sweep = sweep_of(tiles.magnitudes, shape, source)
+    programs = sweep.programs(tiles.READERS)
     one = Launch(
         "tensor.amax_partials",
         (0, SCRATCH),
-        (*sweep.numbers, *strides_of(shape.steps[0], source)),
+        (*sweep.numbers, _fleeting(sweep, source), *strides_of(shape.steps[0], source)),
         {**reading, **sweep.tiling(source)},
-        (sweep.programs, 1, shape.matrices),
+        (programs, 1, shape.matrices),
         sweep.tile.warps,
     )
-    return one, sweep.programs
+    return one, programs
+
+
+def _fleeting(sweep: Sweep, source: Tensor) -> int:
+    """Tiles of a sweep, the first ones, that the cache need not keep: where it holds a part of one dense matrix."""
+    size = sweep.tile.rows * sweep.tile.columns * source.element_size()
+    kept = tiles.CACHE // size
+    some = sweep.count == sweep.across and sweep.shape.matrices == 1 and kept < sweep.count <= 4 * kept
+    return sweep.count - kept if some else 0

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olq.kernels import launching
+from olq.kernels import launching, tiles
 from olq.kernels.shapes import GRID, SCRATCH, WORDS, Launch, Plan
 
 OPERATORS = frozenset({"quantize_fp8_", "quantize_mxfp8_", "nvfp4_tensor_scale_", "quantize_nvfp4_"})
 """Operators whose kernels read a table."""
 
-CACHE = 32 << 20
-"""Bytes of sources between two launches that both read them: less than the second-level cache of large GPUs (an H200
-has 50 MB), so that the second finds there what the first has read. Not tuned."""
+CACHE = tiles.CACHE
+"""Bytes of sources between two launches that both read them: the second finds in the cache what the first has read."""
 
 LARGE = 16
 """Jobs between two launches whose sources do not fit there anyway: what follows the first is a tiny launch, whose

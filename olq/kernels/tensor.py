@@ -18,6 +18,21 @@ from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_
 
 
 @triton.jit
+def _tile(
+    source, local, tile, across, n, k, source_row, source_column, THROUGH: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
+    FLEETING: tl.constexpr,
+):  # fmt: skip
+    """One tile of a sweep in float32; `local` are offsets of its elements."""
+    down = 0 if LINE else tile // across
+    first_row = tl.cast(down, tl.int64) * ROWS
+    first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
+    mask = (tl.arange(0, ROWS) < n - first_row)[:, None] & (tl.arange(0, COLUMNS) < k - first_column)[None, :]
+    from_ = source + (first_row * source_row + first_column * source_column) + local
+    return read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE, FLEETING)
+
+
+@triton.jit
 def amax_partials(
     source,
     partial,
@@ -25,6 +40,7 @@ def amax_partials(
     k,
     across,
     tiles,
+    fleeting,
     source_batch,
     source_row,
     source_column,
@@ -41,7 +57,10 @@ def amax_partials(
     TABLE: tl.constexpr = 0,
     ALIGNED: tl.constexpr = 0,
 ):
-    """partial[matrix, program] = largest magnitude in the tiles that the program walked; every one is written."""
+    """partial[matrix, program] = largest magnitude in the tiles that the program walked; every one is written.
+
+    Of a matrix that the cache does not hold, the first `fleeting` tiles make way for the others.
+    """
     entry, batch = entry_of(tl.program_id(2), TABLE)
     source = operand(source, table, entry, 0, TABLE, ALIGNED)
     partial = operand(partial, table, entry, 1, TABLE, ALIGNED)
@@ -53,13 +72,20 @@ def amax_partials(
     local = offsets(rows, columns, source_row, source_column, WIDE)
     running = tl.zeros((ROWS, COLUMNS), tl.float32)
     tile = program
-    while tile < tiles:  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
-        down = 0 if LINE else tile // across
-        first_row = tl.cast(down, tl.int64) * ROWS
-        first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
-        mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
-        from_ = source + (first_row * source_row + first_column * source_column) + local
-        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE)
+    while (
+        tile < fleeting
+    ):  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
+        x = _tile(
+            source, local, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL,
+            HARDWARE, True,
+        )  # fmt: skip
+        running = larger(running, tl.abs(x), HARDWARE)
+        tile += programs
+    while tile < tiles:
+        x = _tile(
+            source, local, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL,
+            HARDWARE, False,
+        )  # fmt: skip
         running = larger(running, tl.abs(x), HARDWARE)
         tile += programs
     if EARLY:

@@ -19,7 +19,8 @@ from kernels.compare import (
 
 from numerics.cases import RULES, poison
 from olq import kernels
-from olq.kernels import tiles
+from olq.kernels import plans, tiles
+from olq.kernels.shapes import Plan
 from olq.numerics import fp8
 
 READINGS = [
@@ -178,3 +179,16 @@ def test_neighbours_in_memory_are_not_written(device):
     assert (memory[:, 10:50] != before[:, 10:50]).any()
     assert memory[:, :10].equal(before[:, :10])
     assert memory[:, 50:].equal(before[:, 50:])
+
+
+@DEVICES
+@pytest.mark.parametrize("rows", [33, 70, 120, 161])
+def test_a_matrix_of_which_the_cache_holds_a_part(rows, device, monkeypatch):
+    monkeypatch.setattr(tiles, "CACHE", 1 << 15)  # two tiles of bfloat16
+    w = weight(rows, 512)
+    found = plans.plan(*fp8_call(w, (0, 0)))
+    assert isinstance(found, Plan)
+    first, _ = found.launches
+    assert first.numbers[4] == max(-(-rows * 512 // 8192) - 2, 0) * (rows < 129)
+    assert_equal(*fp8_call(w, (0, 0)), device)
+    assert_equal("nvfp4_tensor_scale_", (w, poison(dtype=torch.float32)), device)
