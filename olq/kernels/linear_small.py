@@ -285,7 +285,7 @@ def product(
             band + (tl.arange(0, WARPS) % BANDS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
         )
         u_rows = row + tl.minimum(u_rows, n - 1)
-        u_scale = scale + (u_rows // unit_rows).to(tl.int64) * scale_row
+        u_scale = scale + scale_start + (u_rows // unit_rows).to(tl.int64) * scale_row
         u_some = u_rows >= 0
         u_token = tl.program_id(1) * M + tl.arange(0, TOKENS)[None, None, :] // (TOKENS // M)
         u_token = tl.minimum(u_token, m - 1)

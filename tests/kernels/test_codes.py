@@ -19,7 +19,13 @@ from olq.kernels import plan_linear, plans
 from olq.kernels.shapes import Plan
 from oracles import fp8
 
-WAYS = {"fp8 tensor": "tensor", "fp8 channel": "token", "fp8 block": "group", "fp8 group": "group"}
+WAYS = {
+    "fp8 tensor": "tensor",
+    "fp8 channel": "token",
+    "fp8 block": "group",
+    "fp8 group": "group",
+    "fp8 columns": "group",
+}
 FORMS = pytest.mark.parametrize("form", WAYS)
 LIMIT = plan_linear.small_limit("fp8 codes")
 
