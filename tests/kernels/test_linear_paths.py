@@ -93,6 +93,10 @@ def test_a_product_on_a_cpu_goes_by_bands_and_says_so(monkeypatch):
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     found = str(kernels.path(weight.operator, x.new_empty(1, 16), *weight.args(x, None)))
     assert found.startswith("matmul_mxfp8: decoded bands and torch.mm, because ")
+    codes, one = torch.zeros(1, 64, dtype=torch.uint8), torch.ones(1, 1)
+    args = (codes, one, codes, one, None, [1], [0], 1, 0, torch.empty(1, 1))
+    found = str(kernels.path("multiply_codes_fp8_", *args))
+    assert found.startswith("multiply_codes_fp8_: decoded bands and torch.mm, because ")
 
 
 @FORMS
