@@ -16,7 +16,7 @@ plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
 Bytes equal olq.numerics on every input; kernels add no memory but a few KB for the maxima of a whole matrix. Products
-multiply by the values that olq.numerics decodes, or by these rounded to 16 bits, and sum in float32: olq.ops.linear.
+sum in float32 what codes and scales say, float32 scales after the sum: see olq.ops.linear.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,8 @@ class Path:
     def __str__(self) -> str:
         if self.kernels:
             return f"{self.operator}: {', then '.join(self.kernels)}"
-        otherwise = "decoded bands and torch.mm" if self.operator.startswith("matmul_") else "olq.numerics"
+        products = self.operator.startswith(("matmul_", "multiply_"))
+        otherwise = "decoded bands and torch.mm" if products else "olq.numerics"
         return f"{self.operator}: {otherwise}, because {self.reason}"
 
 

@@ -53,10 +53,10 @@ def _places(rows, columns, row_stride, column_stride, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def _fetch(
-    codes, codes_row, row, n, BYTES: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, BANDS: tl.constexpr,
-    ROWS: tl.constexpr,
+    codes, codes_row, row, n, width, BYTES: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
+    BANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the lines of a program's first step: BYTES a row and share."""
+    """Ask for the lines of a program's first step: BYTES a row and share, of the `width` that have codes."""
     LINES: tl.constexpr = (BYTES + 127) // 128
     ALL: tl.constexpr = SPLITS * BANDS * ROWS * LINES
     THREADS: tl.constexpr = SPLITS * BANDS * 32
@@ -64,7 +64,7 @@ def _fetch(
     rows = tl.program_id(0) * (BANDS * ROWS) + line // LINES % (BANDS * ROWS)
     first = line // (LINES * BANDS * ROWS) * (STEPS * BYTES) + line % LINES * 128
     from_ = codes + ((row + rows).to(tl.int64) * codes_row + first)
-    there = (line < ALL) & (rows < n) & (first < codes_row)
+    there = (line < ALL) & (rows < n) & (first < width)
     tl.inline_asm_elementwise(
         _PREFETCH, "=r,l,r", [from_, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -285,14 +285,15 @@ def product(
             band + (tl.arange(0, WARPS) % BANDS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
         )
         u_rows = row + tl.minimum(u_rows, n - 1)
-        u_scale = scale + (u_rows // unit_rows).to(tl.int64) * scale_row
+        u_scale = scale + scale_start + (u_rows // unit_rows).to(tl.int64) * scale_row
         u_some = u_rows >= 0
         u_token = tl.program_id(1) * M + tl.arange(0, TOKENS)[None, None, :] // (TOKENS // M)
         u_token = tl.minimum(u_token, m - 1)
         ux_scale = x_scale + u_token.to(tl.int64) * x_scale_row
         ux_some = u_token >= 0
     if EARLY:
-        _fetch(codes, codes_row, row, n, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
+        width = (k + CODES // 8 - 1) // (CODES // 8)
+        _fetch(codes, codes_row, row, n, width, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
         gdc_wait()
 
     code = tl.load(from_) if EVEN else tl.load(from_, mask=(word * CODES < k) & some, other=0)

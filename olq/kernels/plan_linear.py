@@ -114,7 +114,13 @@ def merged(parts: Sequence[int], starts: Sequence[int], apart: bool) -> Iterator
 
 
 def _refusal(
-    name: str, x: Tensor, codes: Tensor, bias: Tensor | None, parts: Sequence[int], codes_a_byte: int
+    name: str,
+    x: Tensor,
+    codes: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[int],
+    codes_a_byte: int,
+    scales: Sequence[Tensor],
 ) -> str | None:
     """Why there is no kernel."""
     m, k = x.shape
@@ -127,6 +133,8 @@ def _refusal(
         return f"x has {m} rows, and from {small_limit(name) + 1} on {way} faster"
     if max(sum(parts), k * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
         return "its rows and columns need 64 bits"
+    if any(s.dim() == 2 and (s.shape[1] - 1) * s.stride(1) >= _INT32 for s in scales):
+        return "columns of its scales need 64 bits"
     if not _words(codes, k, codes_a_byte):
         return "rows of codes can't be read eight bytes at a time"
     if name == "fp8 codes" and not _words(x, k, 1):
@@ -285,7 +293,7 @@ def matmul_fp8(
     block_columns: int,
 ) -> Plan | str:
     """For `olq.ops.linear.matmul_fp8`, whose arguments these are after the result."""
-    refusal = _refusal("fp8", x, codes, bias, parts, 1)
+    refusal = _refusal("fp8", x, codes, bias, parts, 1, (scale,))
     if refusal:
         return refusal
     found = _units(scale, x.shape[1], (block_rows, block_columns))
@@ -319,7 +327,7 @@ def multiply_codes_fp8(
     out: Tensor,
 ) -> Plan | str:
     """For `olq.ops.product.multiply_codes_fp8_`, whose arguments these are."""
-    refusal = _refusal("fp8 codes", x, codes, bias, parts, 1)
+    refusal = _refusal("fp8 codes", x, codes, bias, parts, 1, (scale, x_scale))
     if refusal:
         return refusal
     if out.dtype == torch.float32:
@@ -356,7 +364,7 @@ def matmul_mxfp8(
     scale_layout: str = "linear",
 ) -> Plan | str:
     """For `olq.ops.linear.matmul_mxfp8`, whose arguments these are after the result."""
-    refusal = _refusal("mxfp8", x, codes, bias, parts, 1)
+    refusal = _refusal("mxfp8", x, codes, bias, parts, 1, (scale,))
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)
@@ -385,7 +393,7 @@ def matmul_nvfp4(
     scale_layout: str = "linear",
 ) -> Plan | str:
     """For `olq.ops.linear.matmul_nvfp4`, whose arguments these are after the result."""
-    refusal = _refusal("nvfp4", x, codes, bias, parts, 2)
+    refusal = _refusal("nvfp4", x, codes, bias, parts, 2, (scale,))
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)

@@ -6,7 +6,8 @@
 
 Value     y[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: products summed in float32, one rounding to x's dtype at
           the end. w is what `dequantize_*_` decodes into float32, on some paths rounded to x's dtype; kernels for few
-          rows keep the float32 scales of fp8 and of nvfp4's tensors for the sum, and round nothing before
+          rows keep the float32 scales of fp8 and of nvfp4's tensors for the sum, and round nothing before. Their sums
+          for fp8 are of x times codes, up to 448: bfloat16 x from 2**119 / K on may overflow where x times w would not
 Letters   M, K = rows and columns of x; parts = rows of each part of a fused weight, N = their sum; R, C = rows and
           columns of the kernel format. Row r of part p is row starts[p] + r of codes and scales, and column
           sum(parts[:p]) + r of y; what lies between parts, and beyond K, is padding that nobody reads.

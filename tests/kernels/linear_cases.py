@@ -20,12 +20,13 @@ FORMATS = (
     "fp8 channel",
     "fp8 block",
     "fp8 group",
+    "fp8 columns",
     "mxfp8 linear",
     "mxfp8 swizzled_128x4",
     "nvfp4 linear",
     "nvfp4 swizzled_128x4",
 )
-_BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128), "group": (1, 64)}
+_BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128), "group": (1, 64), "columns": (0, 64)}
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _fp8(generator: np.random.Generator, way: str, parts: list[int], k: int, sca
         grid = (-(-part // block[0]) if block[0] else 1, -(-k // block[1]) if block[1] else 1)
         s = (generator.random(grid) + 0.5).astype(np.float32) * np.float32(scale)
         decoded.append(fp8.dequantize(codes[edge : edge + part], s, block))
-        grids.append((start // max(block[0], 1), s))
+        grids.append((start // block[0] if block[0] else len(grids), s))
         edge += part
     if way == "tensor":
         stored = np.array([s[0, 0] for _, s in grids], np.float32)

@@ -19,7 +19,13 @@ from olq.kernels import plan_linear, plans
 from olq.kernels.shapes import Plan
 from oracles import fp8
 
-WAYS = {"fp8 tensor": "tensor", "fp8 channel": "token", "fp8 block": "group", "fp8 group": "group"}
+WAYS = {
+    "fp8 tensor": "tensor",
+    "fp8 channel": "token",
+    "fp8 block": "group",
+    "fp8 group": "group",
+    "fp8 columns": "group",
+}
 FORMS = pytest.mark.parametrize("form", WAYS)
 LIMIT = plan_linear.small_limit("fp8 codes")
 
@@ -138,6 +144,8 @@ def test_what_has_no_kernel_says_why(form):
     assert plan(form, x=odd) == "rows of x can't be read eight bytes at a time"
     wide = torch.empty(3, 80, dtype=torch.bfloat16)[:, ::2]
     assert plan(form, out=wide) == "columns of the result are not next to each other"
+    apart = torch.empty_strided((3, 5), (1, 1 << 29), device="meta")
+    assert plan(form, x_scale=apart) == "columns of its scales need 64 bits"
     assert plan(form, block_columns=48) == "a scale is for 48 columns, not for a multiple of 64"
 
 

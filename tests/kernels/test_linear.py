@@ -13,6 +13,7 @@ from kernels.linear_cases import FORMATS, Weight, largest_error, make, product
 from torch.nn import functional
 
 from olq import kernels
+from olq.kernels import launching
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 FORMS = pytest.mark.parametrize("form", FORMATS)
@@ -134,6 +135,39 @@ def test_tensor_scales_of_any_size(s2, dtype, device):
     y = product(weight, one_hot(torch.arange(16), 64, dtype), None, device)
     finite = w[:, :16].isfinite().T & w.isfinite().all(1)
     assert same(torch.where(finite, y, 0), torch.where(finite, w[:, :16].T, 0))
+
+
+@pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+@pytest.mark.parametrize("form", ["fp8 channel", "nvfp4 linear"])
+@pytest.mark.parametrize("device", ["cpu"])
+def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device, monkeypatch):
+    from olq.kernels import linear_small
+
+    order, asked, settings = [], [], launching.settings
+
+    def record(text, constraints, args, **rest):
+        order.append("ask")
+        at, there = (a.handle.data for a in args)
+        asked.append(at[there != 0].astype(np.int64))
+
+    def interpretable(one, at):
+        return {name: value for name, value in settings(one, at).items() if name != "launch_pdl"}
+
+    monkeypatch.setattr(launching, "_early", lambda device: True)
+    monkeypatch.setattr(launching, "settings", interpretable)
+    monkeypatch.setattr(linear_small, "gdc_wait", lambda **rest: order.append("wait"))
+    monkeypatch.setattr(linear_small, "gdc_launch_dependents", lambda **rest: order.append("next"))
+    monkeypatch.setattr(linear_small.tl, "inline_asm_elementwise", record)
+    weight = make(form, [40], 1060)
+    inner, *rest = weight.tensors
+    codes = torch.zeros(len(inner), 4096, dtype=torch.uint8)[:, -inner.shape[1] :]
+    codes.copy_(inner)
+    args = (torch.ones(2, 1060, dtype=torch.bfloat16), codes, *rest, None, [40], [0], *weight.rest)
+    assert kernels.launch(weight.operator, args, (torch.empty(2, 40, dtype=torch.bfloat16),))
+    assert order == ["ask", "wait", "next"] * (len(order) // 3)
+    row, column = np.divmod(np.concatenate(asked) - codes.data_ptr(), 4096)
+    assert set(row) == set(range(40))
+    assert 0 <= column.min() <= column.max() < (1060 if form == "fp8 channel" else 530)
 
 
 @DEVICES

@@ -87,12 +87,30 @@ def test_odd_codes_and_odd_units_go_the_other_way():
     assert plans.plan("matmul_fp8", args) == "a scale is for 48 columns, not for a multiple of 64"
 
 
+@pytest.mark.parametrize("form", ["fp8 group", "mxfp8 linear", "nvfp4 linear"])
+def test_columns_of_scales_that_lie_far_apart_go_the_other_way(form):
+    weight = make(form, [16], 4096)
+    codes, scale, *rest = weight.tensors
+    x, out = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
+    last = scale.shape[1] - 1
+    for far in (True, False):
+        stride = (1 << 31) // last + far
+        apart = torch.empty_strided(scale.shape, (1, stride), dtype=scale.dtype, device="meta")
+        args = (out, x, codes, apart, *rest, None, weight.parts, weight.starts, *weight.rest)
+        found = plans.plan(weight.operator, args)
+        assert found == "columns of its scales need 64 bits" if far else isinstance(found, Plan)
+
+
 def test_a_product_on_a_cpu_goes_by_bands_and_says_so(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     weight = make("mxfp8 linear", [16], 64)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     found = str(kernels.path(weight.operator, x.new_empty(1, 16), *weight.args(x, None)))
     assert found.startswith("matmul_mxfp8: decoded bands and torch.mm, because ")
+    codes, one = torch.zeros(1, 64, dtype=torch.uint8), torch.ones(1, 1)
+    args = (codes, one, codes, one, None, [1], [0], 1, 0, torch.empty(1, 1))
+    found = str(kernels.path("multiply_codes_fp8_", *args))
+    assert found.startswith("multiply_codes_fp8_: decoded bands and torch.mm, because ")
 
 
 @FORMS
