@@ -312,9 +312,12 @@ def product(
     for step in range(0, STEPS):
         if XAHEAD:
             x_tile = tile
-            mask = (step + 1 < STEPS) & x_some
-            mask = mask if EVEN else mask & ((x_at + (step + 1) * XSTEP) * XCODES < k)
-            tile = tl.load(x_from + (step + 1) * (XSTEP * x_apart), mask=mask, other=0)
+            following = tl.minimum(step + 1, STEPS - 1)  # the last tile again: a mask takes instructions
+            if EVEN:
+                tile = tl.load(x_from + following * (XSTEP * x_apart))
+            else:
+                mask = x_some & ((x_at + following * XSTEP) * XCODES < k)
+                tile = tl.load(x_from + following * (XSTEP * x_apart), mask=mask, other=0)
         elif EVEN:
             x_tile = tl.load(x_from + step * (XSTEP * x_apart))
         else:

@@ -80,7 +80,7 @@ SMALL = {
         32: Share(4, 2, 32, pairs=1, groups=1),
     },
     "fp8 codes": {
-        1: Share(8, 1, 32, pairs=2, groups=1, xahead=True),
+        1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
         16: Share(4, 4, 16, pairs=2, groups=1, xahead=True, registers=128),
     },
 }
