@@ -4,8 +4,8 @@
 
 For each format, 8192 x 8192: first exactness. Rows of x with a single 1 have to give columns of the weight as the
 format's formula decodes it, bit for bit; what differs is not timed. Then, for 1 to 4096 rows of x, rounds in which
-olq's operator, a linear with a bfloat16 weight and a copy of 1 GiB run one after the other; products are replayed from
-CUDA graphs that go through so many copies of the weight that no cache holds one.
+olq's operator, a linear with a bfloat16 weight and a copy of 1 GiB run one after the other, in turns; products are
+replayed from CUDA graphs that go through so many copies of the weight that no cache holds one.
 
 share   of olq's time that reading codes and scales would take at the copy's rate (bytes read plus bytes written)
 speed   the bfloat16 linear's time / olq's
@@ -91,10 +91,14 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
         "copy": (lambda: memory[1].copy_(memory[0]), 1),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 2):
-        for name, (run, count) in runs.items():
+    order = list(runs)
+    runner.warm_up()
+    for _ in range(rounds + 3):
+        order.append(order.pop(0))  # what comes after a copy finds the cache full of what is not written yet
+        for name in order:
+            run, count = runs[name]
             times[name].append(milliseconds(run) / count)
-    olq, linear, copy = (statistics.median(times[name][2:]) for name in runs)
+    olq, linear, copy = (statistics.median(times[name][3:]) for name in runs)
     rate = 2 * memory[0].numel() * 2 / copy
     size = sum(t.numel() * t.element_size() for t in weights[0])
     return {

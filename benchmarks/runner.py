@@ -41,6 +41,16 @@ def options(
     return parser.parse_args(argv)
 
 
+def warm_up(seconds: float = 0.5) -> None:
+    """Keep the GPU busy: one that was idle runs slower at first."""
+    source = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+
 def environment() -> dict[str, object]:
     """The machine, the versions and the commit that the numbers belong to."""
     try:

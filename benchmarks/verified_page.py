@@ -2,7 +2,7 @@
 
 Its rows are those that `pytest --record` appends (tests/recording.py). Rows of one commit and machine are one run, done
 in several calls. A test file that ran more than once counts as in the run with the most tests, of equal ones the last,
-and a test that failed in another one is named still.
+and a test that failed in another one is named still. A row may have a `note`, of what a recorder can't know.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +66,7 @@ def _newest(commit: str, rows: Sequence[Row], marked: Sequence[str]) -> list[str
         for row in rows
         if row.get("exit", 0) not in _WHOLE
     ]
+    out += [line for row in rows if row.get("note") for line in prose(text(row["note"]))]
     out += table(
         ("test file", *OUTCOMES),
         ([text(name), *(str(_count(counts, o)) for o in OUTCOMES)] for name, counts in files.items()),

@@ -242,6 +242,15 @@ def test_a_run_of_part_of_a_file_does_not_hide_what_failed_before():
     assert "Failed in another run of the same file at this commit:\n\n- tests/a.py::test\\_x" in page
 
 
+def test_a_note_is_shown():
+    rows = [
+        record("aaa", 9, {"tests/a.py": (7, 0, 0, [])}),
+        record("aaa", 10, {}, note="One *failed* once."),
+    ]
+    page = verified(rows)
+    assert "7 passed, 0 failed, 0 skipped.\n\nOne \\*failed\\* once.\n" in page
+
+
 def test_records_that_nobody_knows_break_nothing():
     page = verified(
         [{}, {"commit": None, "files": {"a": 1, "b": {"passed": "x", "failures": 2}}, "exit": None}]

@@ -159,7 +159,7 @@ def _fp8_tensor(
             shape.steps[2],
         ),
         {**constants, "COUNT": tiles.power_of_two(count), **sweep.tiling(source, codes)},
-        (sweep.programs(tiles.PROGRAMS), 1, shape.matrices),
+        (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
         waits=True,
     )

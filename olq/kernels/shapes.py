@@ -155,9 +155,10 @@ class Sweep:
     across: int
     count: int
 
-    def programs(self, most: int) -> int:
-        """Programs for each matrix, `most` for all."""
-        return min(self.count, max(1, most // self.shape.matrices))
+    @property
+    def programs(self) -> int:
+        """Programs for each matrix."""
+        return min(self.count, max(1, tiles.PROGRAMS // self.shape.matrices))
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
@@ -184,16 +185,15 @@ def sweep_of(choose: Callable[[int, int, bool], Tile], shape: Matrices, *tensors
 def magnitudes_of(shape: Matrices, source: Tensor, reading: dict[str, object]) -> tuple[Launch, int]:
     """The launch that leaves each program's largest magnitude in the scratch; how many programs a matrix has."""
     sweep = sweep_of(tiles.magnitudes, shape, source)
-    programs = sweep.programs(tiles.READERS)
     one = Launch(
         "tensor.amax_partials",
         (0, SCRATCH),
         (*sweep.numbers, _fleeting(sweep, source), *strides_of(shape.steps[0], source)),
         {**reading, **sweep.tiling(source)},
-        (programs, 1, shape.matrices),
+        (sweep.programs, 1, shape.matrices),
         sweep.tile.warps,
     )
-    return one, programs
+    return one, sweep.programs
 
 
 def _fleeting(sweep: Sweep, source: Tensor) -> int:

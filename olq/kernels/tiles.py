@@ -30,10 +30,7 @@ UNIT_ELEMENTS = 1 << 14
 """The largest block that one program can hold."""
 
 PROGRAMS = 1056
-"""Programs of a sweep over a whole matrix: eight for each of an H200's 132 multiprocessors, all of them at once."""
-
-READERS = 528
-"""Of one that only reads, with more registers: four. All at once, so that what is read last is what comes last."""
+"""Programs of a sweep over a whole matrix: eight for each of an H200's 132 multiprocessors."""
 
 CACHE = 32 << 20
 """Bytes of a larger matrix that a sweep leaves in the second-level cache for the next; an H200 has 50 MB."""

@@ -11,7 +11,8 @@ Value     y[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: products summed 
 Letters   M, K = rows and columns of x; parts = rows of each part of a fused weight, N = their sum; R, C = rows and
           columns of the kernel format. Row r of part p is row starts[p] + r of codes and scales, and column
           sum(parts[:p]) + r of y; what lies between parts, and beyond K, is padding that nobody reads.
-Kernels   on CUDA as `olq.kernels.path` says; what has none is decoded in bands of rows, which torch multiplies.
+Kernels   on CUDA as `olq.kernels.path` says; what has none is decoded in bands of rows, which torch multiplies as it is
+          set: torch.backends.cuda.matmul may allow it TF32, or parts of a sum in 16 bits, which is its default.
 
     x       bfloat16, float16 or float32 [M, K], any strides. Its gradient is not computed.
     codes   uint8 [R, C], E4M3, C >= K; nvfp4: [R, C / 2], two E2M1 codes a byte, low nibble first

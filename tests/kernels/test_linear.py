@@ -69,7 +69,7 @@ def test_sums_err_no_more_than_float32_sums(form, device, data):
     bias = ways[data.draw(st.sampled_from(sorted(ways)))]
     y = product(weight, x, bias, device)
     assert y.shape == (m, sum(parts))
-    assert largest_error(y, x, weight.operand(x, bias), bias) <= 1.0
+    assert largest_error(y, x, weight.operand(x, bias), bias) <= weight.allowed(x, bias, device)
 
 
 @DEVICES
