@@ -49,8 +49,8 @@ REASONS = (
         "linear_gpu",
         {"case": "fp8 channel", "rows_of_x": 1},
         "This first case of the process took 25 us; the same kernel took 19.6 to 20.1 us (0.80 to 0.83) in three "
-        "tuning runs. Why is not known. Since then the benchmark keeps the GPU busy before it times, and the product no "
-        "longer comes after the copy in each round. It has to be measured again.",
+        "tuning runs. Why is not known. Since then the benchmark keeps the GPU busy before it times, and the product "
+        "no longer comes after the copy in each round. It has to be measured again.",
     ),
     Reason(
         "linear_gpu",
