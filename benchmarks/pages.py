@@ -23,7 +23,18 @@ from benchmarks.targets import BENCHMARKS, GPU, TARGETS, Benchmark, Figure, Targ
 from benchmarks.verified_page import RECORDS, verified
 
 REPO = Path(__file__).resolve().parents[1]
-COLUMNS = ("case", "figure", "value", "target", "met", "time", "extra memory", "machine", "versions", "date")
+COLUMNS = (
+    "case",
+    "figure",
+    "value",
+    "target",
+    "met",
+    "time",
+    "extra memory",
+    "machine",
+    "versions",
+    "date, commit",
+)
 MACHINE = {"gpu", "capability", "cuda", "driver", "torch", "triton", "python", "time"}
 
 
@@ -67,8 +78,10 @@ def rounded(value: float, target: Target | None) -> str:
 
 
 def origin(row: Row) -> list[str]:
-    """The last cells: machine, versions, date."""
-    return [text(row.get("gpu") or "unknown"), versions(row), text(str(row.get("time", DASH))[:10])]
+    """The last cells: machine, versions, date and commit, which rows of before 117bfe2 don't name."""
+    day, commit = str(row.get("time", DASH))[:10], str(row.get("commit") or "")
+    short = commit[:7] + "-dirty" * commit.endswith("-dirty")
+    return [text(row.get("gpu") or "unknown"), versions(row), text(f"{day}, {short}" if short else day)]
 
 
 def newest(rows: Iterable[Row], cases: Sequence[str]) -> list[Row]:

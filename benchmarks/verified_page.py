@@ -105,13 +105,14 @@ def verified(rows: Sequence[Row], marked: Sequence[str] = ()) -> str:
         "",
         *prose(
             "Which tests ran on a GPU, at which commit, and what they gave. Made by `make pages` from "
-            "`benchmarks/results/verified.jsonl`, to which `make test-gpu` appends. Only tests marked `cuda` are "
-            "counted: the others need no GPU. A run speaks for the commit that it names, and for no later one."
+            "`benchmarks/results/verified.jsonl`, to which `make test-gpu` appends; a row that was written by hand "
+            "says so. Only tests marked `cuda` are counted: the others need no GPU. A run speaks for the commit that "
+            "it names, and for no later one."
         ),
     ]
     if not rows:
         out += ["No run has been recorded.", ""]
-    for machine in _groups(rows, ("gpu", "driver", "torch", "triton", "python")):
+    for machine in _groups(rows, ("gpu", "torch", "triton", "python")):
         name = text(machine[-1].get("gpu") or "no CUDA device")
         out += [f"## {name}: {versions(machine[-1])}", ""]
         commits = _groups(machine, ("commit",))

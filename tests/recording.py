@@ -84,9 +84,8 @@ class Recorder:
             for name, tests in found.items()
         }
 
-    @pytest.hookimpl(
-        tryfirst=True
-    )  # before xdist waits for its workers to end, which an interrupt may cut short
+    # Before xdist waits for its workers to end, which an interrupt may cut short.
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         row = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

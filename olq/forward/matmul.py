@@ -8,7 +8,7 @@ from olq.forward.facts import Weight
 
 
 def weight_only(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ W.T + bias`, W decoded to the dtype of x, one rounding at the end.
+    """`x @ W.T + bias`, one rounding at the end: `olq.ops.linear` says how exact W is.
 
     Args:
         weight: of fp8, mxfp8 or nvfp4, without leading dimensions.

@@ -194,7 +194,9 @@ _ALL: Values = (("activations", ("tensor", "token", "group")),)
 _GROUP: Values = (("activations", ("group",)),)
 _FP8 = (NVIDIA, GRADIENT, BIAS, ELEMENTS)
 _OURS = ("fp8", "mxfp8", "nvfp4")
-_FEW_HOW = f"on CUDA up to M {small_limit('fp8 codes')} most 16-bit x: multiply_codes_fp8_; else"
+_FEW_HOW = (
+    f"16-bit x on CUDA, M up to {small_limit('fp8 codes')}, not one scale each: multiply_codes_fp8_; else"
+)
 _CPU_HOW = "scaled_mm: TensorWise, or RowWise"
 _ROWS_HOW = f"{_FEW_HOW} {_CPU_HOW}"
 _MATMUL_HOW = "torch.ops.olq.matmul_*"

@@ -1,11 +1,11 @@
-"""fp8 with quantized activations: one operator quantizes x and multiplies, most often by scaled_mm.
+"""fp8 with quantized activations: one operator quantizes x and multiplies, by scaled_mm or by our kernel for few rows.
 
     scales of W        of x            recipe of torch.nn.functional.scaled_mm
     tensor, one part   tensor, 1 row   TensorWise x TensorWise
     tensor, channel    tensor, token   RowWise x RowWise; up to `FEW_ROWS` rows TensorWise x TensorWise, without the
                                        scales that are not tensors', into float32 to which they are applied
     block 128 x 128    group           BlockWise1x128 x BlockWise128x128, on compute capability 9.x
-    any but the first                  none: up to `olq.kernels`' limit of rows, for 16-bit results on a GPU,
+    all but the first line's           none for 16-bit x on a GPU with few rows, up to `olq.kernels`' limit:
                                        torch.ops.olq.multiply_codes_fp8_ reads the weight faster than cuBLAS does
 
 What cuBLAS and torch ask for, and where it comes from:
@@ -51,8 +51,8 @@ from olq.ops.declare import (
 GROUP = 128
 #: Rows of x that 1x128 scales need a multiple of.
 ROWS_ALIGNMENT = 4
-#: Up to so many rows of x, RowWise scales are applied to a float32 product: cuBLAS is faster without them. Tuned on an
-#: H200 for 8192 x 8192.
+#: Up to so many rows of x that scaled_mm multiplies, RowWise scales are applied to a float32 product: cuBLAS is faster
+#: without them. Tuned on an H200 for 8192 x 8192.
 FEW_ROWS = 64
 _E4M3 = torch.float8_e4m3fn
 _PLAIN = [SwizzleType.NO_SWIZZLE]

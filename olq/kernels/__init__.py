@@ -1,8 +1,9 @@
 """Triton kernels behind the operators, and which path a call takes. Importing this loads no triton.
 
 On CUDA tensors an operator first asks `replay`, or `renew` if it returns new tensors, which repeat a launch that was
-made before for tensors like these; then, after its checks, `launch`; what neither takes goes to olq.numerics. Nothing
-is decided in silence: `path` says of any call which way it goes and why, `table` prints the rules.
+made before for tensors like these; then, after its checks, `launch`; what neither takes goes to olq.numerics, a product
+to bands of decoded rows. Nothing is decided in silence: `path` says of any call which way it goes and why, `table`
+prints the rules.
 
 plans      arguments to launches: which kernel, which tile, or the reason why there is none. Integers only
 tiles      the sizes of tiles, tuned on an H200
@@ -11,7 +12,7 @@ batch, tabled                    many calls that differ in addresses only, in on
 rounding, memory                 device functions: arithmetic; reading and writing tiles
 linear_decode                    device functions: codes to operands of a product, in registers
 linear_small                     the kernel that multiplies a few rows by a quantized weight
-fp8, blockscaled, tensor, decode, activations kernels
+fp8, blockscaled, tensor, decode, activations, product    kernels
 plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
@@ -68,5 +69,5 @@ def path(operator: str, *args: object) -> Path:
 
 def table() -> str:
     """The rules that `path` follows, a line each."""
-    width = max(len(name) for name, _, _ in plans.TABLE)
-    return "\n".join(f"{name:{width}}  {case:54}  {kernel}" for name, case, kernel in plans.TABLE)
+    width, wide = (max(len(line[i]) for line in plans.TABLE) for i in (0, 1))
+    return "\n".join(f"{name:{width}}  {case:{wide}}  {kernel}" for name, case, kernel in plans.TABLE)

@@ -7,7 +7,7 @@ What comes out is exact, or rounded once where `decode` rounds too; scales that 
     e2m1_values     times an E4M3 scale times `SMALLER`, which keeps the largest product, 6 * 448, below 1: exact
 
 Codes come as int64 words of 8 E4M3 or 16 E2M1. The order of a word's values: of E4M3 that of its bytes; of E2M1 each
-value of the first four beside that of the next four, since shifts and masks give such pairs: 0 4 1 5 2 6 3 7, and so on
+value of the first four beside that of the next four, since shifts and masks give such pairs: 0 4 1 5 2 6 3 7 ...
 HARDWARE  see `rounding`.
 """
 

@@ -2,14 +2,14 @@
 
 Letters   m = rows of x (tokens); n, k = rows and columns of the weight's part; row, column = the part's first row in
           the kernel format, and in the result. *_row, *_column = strides in elements.
-Program   BANDS x ROWS rows of the weight times TOKENS tokens, of which M are there. A warp has one band and one of
-          SPLITS shares of the columns: it walks STEPS tiles of COLUMNS. The sums of all shares are added at the end,
-          always in one order.
+Program   BANDS x ROWS rows of the weight times TOKENS tokens, M of which differ: all, or one. A warp has one band and
+          one of SPLITS shares of the columns: it walks STEPS tiles of COLUMNS. The sums of all shares are added at the
+          end, always in one order.
 Order     a sum over columns may take them in any order, if both sides do. A thread reads 16 bytes of a row of codes at
           a time, or PAIRS = 2 times as many, and its three neighbours the next ones, GROUPS times; what it decodes is
           just what the tensor cores of Ampere and later want in this thread, so that weights never pass through shared
           memory. x is read in that order too.
-Ahead     codes and scales are asked for AHEAD steps before they are multiplied, x XAHEAD steps before.
+Ahead     codes are asked for AHEAD steps before they are multiplied, scales in w' one step, x XAHEAD steps.
 EVEN      whole tiles hold k columns exactly.
 EARLY     the kernel may start before the one in front of it is done: it asks for its first codes to be in the cache,
           which is no reading; then it waits.
@@ -228,7 +228,7 @@ def product(
     rows = row + tl.minimum(band + warp % BANDS * ROWS + sixteens + halves + eights, n - 1)
     word = ((group * 4 + t_w // 2) * PAIRS + pair) * 2 + t_w % 2 + warp // BANDS * (STEPS * STRIP)
     from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64) * (codes_row // 8) + word)
-    some = rows >= 0
+    some = rows >= 0  # always; a mask has to have the pointers' shape
 
     if X8:  # words [t w, token, warp, eights of tokens, pair, group]
         token = tl.arange(0, 8)[None, :, None, None, None, None]
@@ -262,7 +262,7 @@ def product(
         s_rows += tl.arange(0, ROWS // 16)[None, None, None, :, None, None] * 16
         s_rows = row + tl.minimum(s_rows + tl.arange(0, 2)[None, None, None, None, :, None] * 8, n - 1)
         s_t = tl.arange(0, 4)[:, None, None, None, None, None]
-        if SWIZZLED:  # it is 1, which the compiler does not know
+        if SWIZZLED:  # scale_column is 1, which the compiler does not know
             s_t = s_t * scale_column
         s_group = tl.arange(0, GROUPS)[None, None, None, None, None, :]
         if E2M1:

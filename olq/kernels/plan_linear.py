@@ -37,7 +37,7 @@ class Share:
         bands: bands of rows.
         rows: of a band.
         pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step. With
-            scales in w', a step has 4 of them or a multiple: 128 columns of E4M3 or E2M1.
+            scales in w' a step has 128 columns or more, whose scales fill places of four.
         ahead: steps that codes are asked for before they are multiplied, 1 or 2.
         xahead: whether x is asked for a step ahead.
         registers: at most, a thread; 0 is the compiler's choice.
@@ -57,21 +57,21 @@ class Share:
         return 64 * self.pairs * self.groups * codes_a_byte
 
 
-_TOKENS_16 = Share(4, 4, 16, pairs=1, groups=2, registers=128)
-_TOKENS_64 = Share(4, 1, 32, pairs=1, groups=2)
+_SIXTEENS = Share(4, 4, 16, pairs=1, groups=2, registers=128)
+_PLAIN = Share(4, 1, 32, pairs=1, groups=2)
 SMALL = {
     "fp8": {
         1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
-        8: replace(_TOKENS_16, ahead=2),
-        16: replace(_TOKENS_16, xahead=True),
-        32: _TOKENS_16,
-        64: _TOKENS_64,
+        8: replace(_SIXTEENS, ahead=2),
+        16: replace(_SIXTEENS, xahead=True),
+        32: _SIXTEENS,
+        64: _PLAIN,
     },
     "mxfp8": {
         4: Share(8, 1, 16, pairs=2, groups=1),
         8: Share(8, 1, 32, pairs=2, groups=1),
-        16: _TOKENS_16,
-        64: _TOKENS_64,
+        16: _SIXTEENS,
+        64: _PLAIN,
     },
     "nvfp4": {
         1: Share(8, 1, 32, pairs=2, groups=1),
@@ -91,7 +91,7 @@ _UNIT = 64
 
 
 def small_limit(name: str) -> int:
-    """Rows of x up to which the format's kernel is the fastest way."""
+    """Rows of x up to which the format's kernel is faster than bands."""
     return max(SMALL[name])
 
 

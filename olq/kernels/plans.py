@@ -57,19 +57,19 @@ TABLE = (
             "linear_small.product",
         )
         for name, case in (
-            ("fp8", "unit of 64 i columns"),
+            ("fp8", "scales of whole rows or of 64, 128, 192 ... columns"),
             ("mxfp8", "any layout"),
             ("nvfp4", "any layout"),
         )
     ),
     (
         "matmul_*",
-        "more rows of x; float32; other units; codes not 8-aligned",
+        "more rows of x; float32; other scales; codes not 8-aligned; a bias with a stride; 64-bit sizes",
         "decode.*, then torch.mm, in bands of rows",
     ),
     (
         "multiply_codes_fp8_",
-        f"up to {small_limit('fp8 codes')} rows of x, unit of 64 i columns, 16-bit result",
+        f"up to {small_limit('fp8 codes')} rows of x, scales as for matmul_fp8, 16-bit result",
         "linear_small.product",
     ),
     ("multiply_codes_fp8_", "others", "decode.*, then torch.mm in float32"),

@@ -72,9 +72,8 @@ def amax_partials(
     local = offsets(rows, columns, source_row, source_column, WIDE)
     running = tl.zeros((ROWS, COLUMNS), tl.float32)
     tile = program
-    while (
-        tile < fleeting
-    ):  # a range over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4
+    # No range: one over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4.
+    while tile < fleeting:
         x = _tile(
             source, local, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL,
             HARDWARE, True,

@@ -1,4 +1,4 @@
-"""Products with quantized weights, weight-only: `x @ W.T + bias`, W decoded to the dtype of x. No arithmetic.
+"""Products with quantized weights, weight-only: `x @ W.T + bias`. No arithmetic.
 
     matmul_fp8(x, codes, scale, bias, parts, starts, block_rows, block_columns) -> y
     matmul_mxfp8(x, codes, scale, bias, parts, starts, scale_layout) -> y
@@ -6,7 +6,7 @@
 
 Value     y[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: products summed in float32, one rounding to x's dtype at
           the end. w is what `dequantize_*_` decodes into float32, on some paths rounded to x's dtype; kernels for few
-          rows keep the float32 scales of fp8 and of nvfp4's tensors for the sum, and round nothing before. Their sums
+          rows keep the float32 scales of fp8 and of nvfp4's tensors for the sum, and round none of their weights. Sums
           for fp8 are of x times codes, up to 448: bfloat16 x from 2**119 / K on may overflow where x times w would not
 Letters   M, K = rows and columns of x; parts = rows of each part of a fused weight, N = their sum; R, C = rows and
           columns of the kernel format. Row r of part p is row starts[p] + r of codes and scales, and column

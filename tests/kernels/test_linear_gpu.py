@@ -27,7 +27,7 @@ def on_gpu(form: str, m: int, parts: list[int], k: int, dtype: torch.dtype = tor
 
 
 @FORMS
-@pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 100, 300])
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 32, 33, 64, 65, 300])
 def test_every_number_of_rows_is_right(form, m):
     weight, x, bias, args = on_gpu(form, m, [100, 130], 1024)
     operator = getattr(OPS, weight.operator)

@@ -20,8 +20,8 @@ def plan(form: str, m: int, parts: list[int], k: int, dtype: torch.dtype = torch
 
 
 @FORMS
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 13, 16])
-@pytest.mark.parametrize(("parts", "k"), [([40], 100), ([128, 256, 7], 4096)], ids=str)
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 13, 16, 17, 32])
+@pytest.mark.parametrize(("parts", "k"), [([40], 100), ([128, 256, 7], 4096), ([9000], 512)], ids=str)
 def test_launches_cover_every_row_and_column_once(form, m, parts, k):
     found = plan(form, m, parts, k)
     assert isinstance(found, Plan), found
