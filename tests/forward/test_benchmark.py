@@ -1,6 +1,5 @@
 """What the benchmark checks with, and that the page shows the rows that were measured."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,11 @@ from forward.layers import numbers
 from forward.oracle import UNITS, fp8_values
 
 from benchmarks import forward_gpu, runner
+from benchmarks.markdown import rows_of
+from benchmarks.pages import newest
 
 REPO = Path(__file__).resolve().parents[2]
-ROWS = [
-    json.loads(line)
-    for line in (REPO / "benchmarks" / "results" / "forward_gpu.jsonl")
-    .read_text(encoding="utf-8")
-    .splitlines()
-]
+ROWS = newest(rows_of(REPO / "benchmarks" / "results" / "forward_gpu.jsonl"), ("case", "m", "shape"))
 
 
 @pytest.mark.parametrize("case", forward_gpu.CASES, ids=lambda case: case.name)
