@@ -273,11 +273,12 @@ def scaled_mm_fp8(
     """
     if not len(x):
         return x.new_empty(0, sum(parts))
-    if has_kernel(x, scale, activations):
+    few = activations != "group" and not _single(x, scale, activations) and x.shape[0] <= FEW_ROWS
+    ours = has_kernel(x, scale, activations)
+    if ours or few:
         a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)
-        return by_codes(a, s, codes, scale, bias, parts, starts, activations, x.dtype)
-    if activations != "group" and not _single(x, scale, activations) and x.shape[0] <= FEW_ROWS:
-        a, s = quantize_fp8(widened(x, codes.shape[1]), activations, power_of_two)
+        if ours:
+            return by_codes(a, s, codes, scale, bias, parts, starts, activations, x.dtype)
         return few_rows(a, s, codes, scale, bias, parts, x.dtype)
     operands = operands_fp8(x, codes, scale, parts, activations, power_of_two)
     # In the product a bias is added before the one rounding; cuBLAS takes it for whole rows of 16-bit outputs, and

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from olq.formats import MXFP8_BLOCK, NVFP4_BLOCK
 from olq.kernels.shapes import Launch, Plan, place_of
 
 _INT32 = 1 << 31
 _WIDE = 1 << 30
-"""Of a unit that has all rows or columns."""
+"""Of a unit that has all rows."""
 
 _MANY = 128
 """Programs that keep a large GPU busy: with fewer, a program takes fewer rows, and more warps share their columns."""
@@ -185,7 +184,8 @@ class _Call:
         operands: x, its scale, codes, scale, scale_2, bias, result, as `Launch` counts them.
         x, codes, out: tensors.
         x_scale: strides, of rows and columns, or zeros.
-        scale: strides likewise; `unit` are rows and columns of a scale.
+        scale: strides likewise.
+        unit: rows of a scale, and columns of one that stands on the sum of a step; 0 if none does.
         part_stride: of scales that each part has one of, else 0.
         scale_2: stride from one part's to the next.
         constants: the kernel's first ones.
@@ -207,8 +207,8 @@ class _Call:
         """For rows of one part, or of parts that lie side by side."""
         m, k = self.x.shape
         codes_a_byte = 2 if self.constants["E2M1"] else 1
-        unit = self.unit[1] if self.constants["SCALES"] == "units" else 0
-        share, there, tokens = _share(self.name, m, n, k, unit, codes_a_byte)
+        unit_rows, unit_columns = self.unit
+        share, there, tokens = _share(self.name, m, n, k, unit_columns, codes_a_byte)
         columns = share.columns(codes_a_byte)
         steps = -(-k // (share.splits * columns))
         numbers = (
@@ -223,7 +223,7 @@ class _Call:
             self.codes.stride(0),
             part * self.part_stride,
             *self.scale,
-            self.unit[0],
+            unit_rows,
             self.out.stride(0),
         )
         tiling = {
@@ -235,7 +235,7 @@ class _Call:
             "PAIRS": share.pairs,
             "GROUPS": share.groups,
             "STEPS": steps,
-            "UNIT_STEPS": max(unit // columns, 1),
+            "UNIT_STEPS": max(unit_columns // columns, 1),
             "AHEAD": share.ahead,
             "XAHEAD": share.xahead,
             "EVEN": k == share.splits * steps * columns,
@@ -269,16 +269,40 @@ def _constants(
     }
 
 
-def _units(
-    scale: Tensor, k: int, block: tuple[int, int]
-) -> tuple[str, tuple[int, int], tuple[int, int]] | str:
-    """Of float32 scales: where they stand, their strides, rows and columns of a unit; or why there is no kernel."""
-    rows, columns = block
+def _float32_scales(
+    name: str,
+    operands: tuple[int, ...],
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[int],
+    starts: Sequence[int],
+    block: tuple[int, int],
+    x_scale: Tensor | None = None,
+) -> Plan | str:
+    """For fp8, whose scale is for `block`, (rows, columns), where 0 is all of them; `x_scale` where x are codes too."""
+    k, (rows, columns) = x.shape[1], block
     whole = not columns or columns >= k
     if not whole and columns % _UNIT:
         return f"a scale is for {columns} columns, not for a multiple of {_UNIT}"
-    strides = scale.stride(0), (scale.stride(1) if scale.dim() == 2 else 0)
-    return "whole" if whole else "units", strides, (rows or _WIDE, _WIDE if whole else columns)
+    x_strides = (0, 0)
+    if x_scale is not None:
+        x_strides = (0 if x_scale.shape[0] == 1 else x_scale.stride(0), x_scale.stride(1))
+    call = _Call(
+        name,
+        operands,
+        x,
+        codes,
+        out,
+        (scale.stride(0), scale.stride(1) if scale.dim() == 2 else 0),
+        (rows or _WIDE, 0 if whole else columns),
+        _constants("whole" if whole else "units", bias, x8=x_scale is not None),
+        x_scale=x_strides,
+        part_stride=0 if rows else scale.stride(0),
+    )
+    return _plan(call, merged(parts, starts, apart=not rows))
 
 
 def matmul_fp8(
@@ -296,22 +320,9 @@ def matmul_fp8(
     refusal = _refusal("fp8", x, codes, bias, parts, 1, (scale,))
     if refusal:
         return refusal
-    found = _units(scale, x.shape[1], (block_rows, block_columns))
-    if isinstance(found, str):
-        return found
-    scales, strides, unit = found
-    call = _Call(
-        "fp8",
-        (1, 1, 2, 3, 1, 4 if bias is not None else 1, 0),
-        x,
-        codes,
-        out,
-        strides,
-        unit,
-        _constants(scales, bias),
-        part_stride=0 if block_rows else strides[0],
-    )
-    return _plan(call, merged(parts, starts, apart=not block_rows))
+    operands = (1, 1, 2, 3, 1, 4 if bias is not None else 1, 0)
+    block = block_rows, block_columns
+    return _float32_scales("fp8", operands, out, x, codes, scale, bias, parts, starts, block)
 
 
 def multiply_codes_fp8(
@@ -326,7 +337,7 @@ def multiply_codes_fp8(
     block_columns: int,
     out: Tensor,
 ) -> Plan | str:
-    """For `olq.ops.product.multiply_codes_fp8_`, whose arguments these are."""
+    """For `olq.ops.codes.multiply_codes_fp8_`, whose arguments these are."""
     refusal = _refusal("fp8 codes", x, codes, bias, parts, 1, (scale, x_scale))
     if refusal:
         return refusal
@@ -334,23 +345,9 @@ def multiply_codes_fp8(
         return "the result is float32, and the kernel writes 16 bits"
     if out.stride(1) != 1:
         return "columns of the result are not next to each other"
-    found = _units(scale, x.shape[1], (block_rows, block_columns))
-    if isinstance(found, str):
-        return found
-    scales, strides, unit = found
-    call = _Call(
-        "fp8 codes",
-        (0, 1, 2, 3, 0, *((4, 5) if bias is not None else (0, 4))),
-        x,
-        codes,
-        out,
-        strides,
-        unit,
-        _constants(scales, bias, x8=True),
-        x_scale=(0 if x_scale.shape[0] == 1 else x_scale.stride(0), x_scale.stride(1)),
-        part_stride=0 if block_rows else strides[0],
-    )
-    return _plan(call, merged(parts, starts, apart=not block_rows))
+    operands = (0, 1, 2, 3, 0, *((4, 5) if bias is not None else (0, 4)))
+    block = block_rows, block_columns
+    return _float32_scales("fp8 codes", operands, out, x, codes, scale, bias, parts, starts, block, x_scale)
 
 
 def matmul_mxfp8(
@@ -375,7 +372,7 @@ def matmul_mxfp8(
         codes,
         out,
         place,
-        (1, MXFP8_BLOCK),
+        (1, 0),
         _constants("e8m0", bias, swizzled=swizzled),
     )
     return _plan(call, merged(parts, starts, apart=False))
@@ -405,7 +402,7 @@ def matmul_nvfp4(
         codes,
         out,
         place,
-        (1, NVFP4_BLOCK),
+        (1, 0),
         _constants("e4m3", bias, e2m1=True, swizzled=swizzled, words=aligned and place[1] == 1),
         scale_2=scale_2.stride(0),
     )
