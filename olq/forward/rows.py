@@ -12,7 +12,7 @@ from torch import Tensor
 
 from olq.forward import matmul, reference, scaled_blocks, scaled_fp8
 from olq.forward.facts import Input, Weight
-from olq.kernels.plan_linear import small_limit
+from olq.kernels.plan_shares import row_limit
 
 Run = Callable[[Weight, Tensor, Tensor | None], Tensor]
 Values = tuple[tuple[str, tuple[str, ...]], ...]
@@ -195,7 +195,7 @@ _GROUP: Values = (("activations", ("group",)),)
 _FP8 = (NVIDIA, GRADIENT, BIAS, ELEMENTS)
 _OURS = ("fp8", "mxfp8", "nvfp4")
 _FEW_HOW = (
-    f"16-bit x on CUDA, M up to {small_limit('fp8 codes')}, not one scale each: multiply_codes_fp8_; else"
+    f"16-bit x on CUDA, M up to {row_limit('fp8 codes')}, not one scale each: multiply_codes_fp8_; else"
 )
 _CPU_HOW = "scaled_mm: TensorWise, or RowWise"
 _ROWS_HOW = f"{_FEW_HOW} {_CPU_HOW}"

@@ -36,7 +36,7 @@ from olq import kernels
 from olq.forward.activations import FP8_UNITS, quantize_fp8
 from olq.forward.facts import Weight
 from olq.forward.scaled import Operands, logical, multiply, packed, widened
-from olq.kernels.plan_linear import small_limit
+from olq.kernels.plan_shares import row_limit
 from olq.layout.order import round_up
 from olq.ops.declare import (
     OUT_DTYPES,
@@ -95,7 +95,7 @@ def operands_fp8(
 
 def has_kernel(x: Tensor, scale: Tensor, activations: str) -> bool:
     """Whether `by_codes` is a kernel's work that pays, for x [M, K], a result of its dtype, and the weight's scale."""
-    few = x.is_cuda and x.dtype != torch.float32 and x.shape[0] <= small_limit("fp8 codes")
+    few = x.is_cuda and x.dtype != torch.float32 and x.shape[0] <= row_limit("fp8 codes")
     return few and not _single(x, scale, activations) and kernels.unavailable((x,)) is None
 
 

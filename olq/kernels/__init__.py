@@ -11,13 +11,15 @@ launching  compile, launch, and launch again without Triton's Python
 batch, tabled                    many calls that differ in addresses only, in one launch
 rounding, memory                 device functions: arithmetic; reading and writing tiles
 linear_decode                    device functions: codes to operands of a product, in registers
-linear_small                     the kernel that multiplies a few rows by a quantized weight
+linear_weights                   device functions: a program's part of a quantized weight, read and decoded
+linear_small, linear_wide        the kernels that multiply some rows by a quantized weight
 fp8, blockscaled, tensor, decode, activations, product    kernels
 plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
-Bytes equal olq.numerics on every input; kernels add no memory but a few KB for the maxima of a whole matrix. Products
-sum in float32 what codes and scales say, float32 scales after the sum: see olq.ops.linear.
+Bytes equal olq.numerics on every input. Kernels add no memory but a few KB for the maxima of a whole matrix, and, for
+products of more than a few rows, float32 for the sums of shares: see `olq.kernels.linear_wide`. Products sum in float32
+what codes and scales say, float32 scales after the sum: see olq.ops.linear.
 """
 
 from dataclasses import dataclass

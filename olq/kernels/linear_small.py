@@ -2,17 +2,15 @@
 
 Letters   m = rows of x (tokens); n, k = rows and columns of the weight's part; row, column = the part's first row in
           the kernel format, and in the result. *_row, *_column = strides in elements.
-Program   BANDS x ROWS rows of the weight times TOKENS tokens, M of which differ: all, or one. A warp has one band and
-          one of SPLITS shares of the columns: it walks STEPS tiles of COLUMNS. The sums of all shares are added at the
-          end, always in one order.
-Order     a sum over columns may take them in any order, if both sides do. A thread reads 16 bytes of a row of codes at
-          a time, or PAIRS = 2 times as many, and its three neighbours the next ones, GROUPS times; what it decodes is
-          just what the tensor cores of Ampere and later want in this thread, so that weights never pass through shared
-          memory. x is read in that order too.
-Ahead     codes are asked for AHEAD steps before they are multiplied, scales in w' one step, x XAHEAD steps.
+Program   BANDS x ROWS rows of the weight times TOKENS tokens; those beyond m repeat the last. A warp has one band and
+          one of SPLITS shares of the columns: it walks STEPS tiles of COLUMNS, in the order of `linear_weights`. The
+          sums of all shares are added at the end, always in one order.
+Ahead     codes are asked for AHEAD steps before they are multiplied, scales in w' one step, x XAHEAD steps. What is
+          asked for waits where it is moved to another register: UNROLL steps of a loop's body move nothing between.
+Caches    codes are what a cache may lose first; without that they push x out of L1.
 EVEN      whole tiles hold k columns exactly.
 EARLY     the kernel may start before the one in front of it is done: it asks for its first codes to be in the cache,
-          which is no reading; then it waits.
+          which is no reading; then it waits, and lets the next one start likewise.
 
 Scales    where they stand; w' is what is multiplied
     whole   of whole rows (channels, parts): on the sum, and w' is the code's value
@@ -27,119 +25,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from olq.kernels.linear_decode import (
-    SMALLER,
-    add_product,
-    e2m1_values,
-    e4m3_scaled,
-    e4m3_values,
-    e8m0_factor,
-    four_factors,
-    narrow,
-    two_factors,
-)
-
-_PREFETCH = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
-
-
-@triton.jit
-def _places(rows, columns, row_stride, column_stride, SWIZZLED: tl.constexpr):
-    """Offsets of scale bytes, given their rows and columns; `row_stride` of swizzled places: the tensor's width."""
-    if SWIZZLED:
-        tile = rows // 128 * (row_stride // 4) + columns // 4
-        return tile.to(tl.int64) * 512 + (rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4)
-    return rows.to(tl.int64) * row_stride + columns * column_stride
-
-
-@triton.jit
-def _fetch(
-    codes, codes_row, row, n, width, BYTES: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
-    BANDS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Ask for the lines of a program's first step: BYTES a row and share, of the `width` that have codes."""
-    LINES: tl.constexpr = (BYTES + 127) // 128
-    ALL: tl.constexpr = SPLITS * BANDS * ROWS * LINES
-    THREADS: tl.constexpr = SPLITS * BANDS * 32
-    line = tl.arange(0, ALL if ALL > THREADS else THREADS)
-    rows = tl.program_id(0) * (BANDS * ROWS) + line // LINES % (BANDS * ROWS)
-    first = line // (LINES * BANDS * ROWS) * (STEPS * BYTES) + line % LINES * 128
-    from_ = codes + ((row + rows).to(tl.int64) * codes_row + first)
-    there = (line < ALL) & (rows < n) & (first < width)
-    tl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r", [from_, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _kept(codes, left, CODES: tl.constexpr):
-    """Words of which only the first `left` codes are there; the others decode to 0."""
-    BITS: tl.constexpr = 64 // CODES
-    left = tl.minimum(tl.maximum(left, 0), CODES)
-    keep = (tl.full(left.shape, 1, tl.int64) << (tl.minimum(left, CODES - 1) * BITS).to(tl.int64)) - 1
-    return tl.where(left == CODES, codes, codes & keep)
-
-
-@triton.jit
-def _scales(
-    from_, left, mask, apart, E4M3: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Int32: a thread's E8M0 byte, or its COUNT neighbouring E4M3 bytes, of which those from `left` on are 0.
-
-    `apart` is how far they are apart; WORDS: they are aligned and next to each other.
-    """
-    if not EVEN:
-        mask = mask & (left > 0)
-    if not E4M3:
-        return tl.load(from_, mask=mask, other=0).to(tl.int32)
-    if WORDS:
-        TYPE: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
-        word = tl.load(from_.to(tl.pointer_type(TYPE), bitcast=True), mask=mask, other=0).to(tl.int32)
-        if not EVEN:
-            bytes_ = tl.minimum(left, COUNT)
-            keep = (1 << (tl.minimum(bytes_, 3) * 8)) - 1
-            word = tl.where(bytes_ == 4, word, word & keep)
-        return word
-    word = tl.zeros(mask.shape, tl.int32)
-    for i in tl.static_range(COUNT):
-        word |= tl.load(from_ + i * apart, mask=mask & (left > i), other=0).to(tl.int32) << (8 * i)
-    return word
-
-
-@triton.jit
-def _weights_8(
-    codes, scales, SCALES: tl.constexpr, DTYPE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
-    PAIRS: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """w' [WARPS, ROWS, COLUMNS] from words of E4M3 [t w, eights, warp, sixteens, halves, pair, group]."""
-    SIXTEENS: tl.constexpr = ROWS // 16
-    if SCALES == "e8m0":
-        factor = tl.reshape(e8m0_factor(scales, DTYPE, HARDWARE), (4, 1, 8, WARPS, SIXTEENS, 2, 1, GROUPS))
-        factor = tl.broadcast_to(factor, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
-        factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
-        w = e4m3_scaled(codes, factor, DTYPE, HARDWARE)
-    else:
-        w = e4m3_values(codes, DTYPE, HARDWARE)
-    w = tl.reshape(w, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS, 2, 4))
-    w = tl.permute(w, (3, 4, 5, 2, 7, 6, 1, 8, 0, 9))
-    return tl.reshape(w, (WARPS, ROWS, GROUPS * PAIRS * 64))
-
-
-@triton.jit
-def _weights_4(
-    codes, scales, DTYPE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    GROUPS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """The same from words of E2M1, whose scales are [t, eights, warp, sixteens, halves, group]."""
-    SIXTEENS: tl.constexpr = ROWS // 16
-    if PAIRS == 2:  # [..., group, pair, w]
-        factor = tl.permute(four_factors(scales, DTYPE, HARDWARE), (0, 7, 1, 2, 3, 4, 6, 5))
-    else:  # [..., group, w]
-        factor = tl.permute(two_factors(scales, DTYPE, HARDWARE), (0, 6, 1, 2, 3, 4, 5))
-    factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
-    w = e2m1_values(codes, factor, DTYPE, HARDWARE)
-    w = tl.reshape(w, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS, 2, 4, 2))
-    w = tl.permute(w, (3, 4, 5, 2, 7, 6, 1, 10, 8, 0, 9))
-    return tl.reshape(w, (WARPS, ROWS, GROUPS * PAIRS * 128))
+from olq.kernels.linear_decode import SMALLER, add_product, e4m3_values, narrow
+from olq.kernels.linear_weights import ask, kept, places, read_scales, scales_of, weights, words_of
 
 
 @triton.jit
@@ -160,6 +47,13 @@ def _columns_of_x(
         y = tl.reshape(tile, (4, 2, 4, 8, WARPS, EIGHTS, CHUNKS))
         y = tl.permute(y, (4, 6, 1, 0, 2, 5, 3))
     return tl.reshape(y, (WARPS, CHUNKS * 32, TOKENS))
+
+
+@triton.jit
+def _rows_of_w(w, WARPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """w' [WARPS, ROWS, COLUMNS] from `weights`."""
+    w = tl.permute(w, (3, 4, 5, 2, 7, 6, 1, 8, 0, 9, 10))
+    return tl.reshape(w, (WARPS, ROWS, COLUMNS))
 
 
 @triton.jit(do_not_specialize=["scale_column"])
@@ -195,7 +89,6 @@ def product(
     BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     BANDS: tl.constexpr,
-    M: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -204,6 +97,7 @@ def product(
     UNIT_STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     XAHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -215,18 +109,8 @@ def product(
     STRIP: tl.constexpr = GROUPS * PAIRS * 8  # words of a row and step
     COLUMNS: tl.constexpr = STRIP * CODES
     ROWED: tl.constexpr = (SCALES == "e8m0") or E2M1  # scales stand in w'
-    # Words [t w, eights, warp, sixteens, halves, pair, group]: a thread has rows that are 8 apart. Those beyond the
-    # last repeat it.
-    t_w = tl.arange(0, 8)[:, None, None, None, None, None, None]
-    warp = tl.arange(0, WARPS)[None, None, :, None, None, None, None]
-    sixteens = tl.arange(0, ROWS // 16)[None, None, None, :, None, None, None] * 16
-    halves = tl.arange(0, 2)[None, None, None, None, :, None, None] * 8
-    pair = tl.arange(0, PAIRS)[None, None, None, None, None, :, None]
-    group = tl.arange(0, GROUPS)[None, None, None, None, None, None, :]
-    eights = tl.arange(0, 8)[None, :, None, None, None, None, None]
     band = tl.program_id(0) * (BANDS * ROWS)
-    rows = row + tl.minimum(band + warp % BANDS * ROWS + sixteens + halves + eights, n - 1)
-    word = ((group * 4 + t_w // 2) * PAIRS + pair) * 2 + t_w % 2 + warp // BANDS * (STEPS * STRIP)
+    rows, word = words_of(row, band, n, SPLITS, BANDS, ROWS, PAIRS, GROUPS, STEPS)
     from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64) * (codes_row // 8) + word)
     some = rows >= 0  # always; a mask has to have the pointers' shape
 
@@ -251,31 +135,19 @@ def product(
         x_from = x
         XSTEP: tl.constexpr = COLUMNS
         x_stride, x_apart, XCODES = x_row, x_column, 1
-    token = tl.minimum(tl.program_id(1) * M + token // (TOKENS // M), m - 1)
+    token = tl.minimum(token, m - 1)
     x_from += token.to(tl.int64) * x_stride + x_at * x_apart
     x_some = token >= 0
 
-    if ROWED:  # [t, eights, warp, sixteens, halves, group]: a thread's scales of a group
+    if ROWED:
         COUNT: tl.constexpr = 2 * PAIRS if E2M1 else 1
-        s_warp = tl.arange(0, WARPS)[None, None, :, None, None, None]
-        s_rows = band + s_warp % BANDS * ROWS + tl.arange(0, 8)[None, :, None, None, None, None]
-        s_rows += tl.arange(0, ROWS // 16)[None, None, None, :, None, None] * 16
-        s_rows = row + tl.minimum(s_rows + tl.arange(0, 2)[None, None, None, None, :, None] * 8, n - 1)
-        s_t = tl.arange(0, 4)[:, None, None, None, None, None]
-        if SWIZZLED:  # scale_column is 1, which the compiler does not know
-            s_t = s_t * scale_column
-        s_group = tl.arange(0, GROUPS)[None, None, None, None, None, :]
-        if E2M1:
-            SSTEP: tl.constexpr = GROUPS * 4 * COUNT
-            BLOCK: tl.constexpr = 16
-            s_at = (s_group * 4 + s_t) * COUNT
-        else:
-            SSTEP: tl.constexpr = GROUPS * 2 * PAIRS
-            BLOCK: tl.constexpr = 32
-            s_at = s_group * (2 * PAIRS) + s_t * PAIRS // 2
-        s_at += s_warp // BANDS * (STEPS * SSTEP)
+        BLOCK: tl.constexpr = 16 if E2M1 else 32
+        SSTEP: tl.constexpr = COLUMNS // BLOCK
+        s_rows, s_at = scales_of(
+            row, band, n, scale_column, E2M1, SWIZZLED, SPLITS, BANDS, ROWS, PAIRS, GROUPS, STEPS
+        )
         s_left = (k + BLOCK - 1) // BLOCK - s_at
-        s_from = scale + _places(s_rows, s_at, scale_row, scale_column, SWIZZLED)
+        s_from = scale + places(s_rows, s_at, scale_row, scale_column, SWIZZLED)
         s_some = s_rows >= 0
         # Swizzled, a tile has 4 places side by side, and 512 bytes.
         s_stride = SSTEP // 4 * 512 if SWIZZLED else SSTEP * scale_column
@@ -287,29 +159,32 @@ def product(
         u_rows = row + tl.minimum(u_rows, n - 1)
         u_scale = scale + scale_start + (u_rows // unit_rows).to(tl.int64) * scale_row
         u_some = u_rows >= 0
-        u_token = tl.program_id(1) * M + tl.arange(0, TOKENS)[None, None, :] // (TOKENS // M)
-        u_token = tl.minimum(u_token, m - 1)
+        u_token = tl.minimum(tl.arange(0, TOKENS)[None, None, :], m - 1)
         ux_scale = x_scale + u_token.to(tl.int64) * x_scale_row
         ux_some = u_token >= 0
     if EARLY:
         width = (k + CODES // 8 - 1) // (CODES // 8)
-        _fetch(codes, codes_row, row, n, width, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
+        ask(codes, codes_row, row, band, n, width, STRIP * 8, STEPS, SPLITS, BANDS, ROWS)
         gdc_wait()
+        gdc_launch_dependents()
 
-    code = tl.load(from_) if EVEN else tl.load(from_, mask=(word * CODES < k) & some, other=0)
+    if EVEN:
+        code = tl.load(from_, eviction_policy="evict_first")
+    else:
+        code = tl.load(from_, mask=(word * CODES < k) & some, other=0, eviction_policy="evict_first")
     code_2 = code
     if AHEAD == 2:
         more = some & (STEPS > 1)
         mask = more if EVEN else ((word + STRIP) * CODES < k) & more
-        code_2 = tl.load(from_ + STRIP, mask=mask, other=0)
+        code_2 = tl.load(from_ + STRIP, mask=mask, other=0, eviction_policy="evict_first")
     scales = 0
     if ROWED:
-        scales = _scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN)
+        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN)
     tile = 0
     if XAHEAD:
         tile = tl.load(x_from) if EVEN else tl.load(x_from, mask=(x_at * XCODES < k) & x_some, other=0)
     total = tl.zeros((WARPS, ROWS, TOKENS), tl.float32)
-    for step in range(0, STEPS):
+    for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
         if XAHEAD:
             x_tile = tile
             following = tl.minimum(step + 1, STEPS - 1)  # the last tile again: a mask takes instructions
@@ -325,24 +200,23 @@ def product(
             x_tile = tl.load(x_from + step * (XSTEP * x_apart), mask=mask, other=0)
         current = code
         if not EVEN:
-            current = _kept(current, k - (word + step * STRIP) * CODES, CODES)
+            current = kept(current, k - (word + step * STRIP) * CODES, CODES)
         # What later steps need is asked for before this one computes.
         code = code_2
         more = some & (step + AHEAD < STEPS)
         mask = more if EVEN else ((word + (step + AHEAD) * STRIP) * CODES < k) & more
-        code_2 = tl.load(from_ + (step + AHEAD) * STRIP, mask=mask, other=0)
+        code_2 = tl.load(from_ + (step + AHEAD) * STRIP, mask=mask, other=0, eviction_policy="evict_first")
         if AHEAD == 1:
             code = code_2
         s_current = scales
         if ROWED:
-            following = s_from + (step + 1) * s_stride
-            s_more = s_some & (step + 1 < STEPS)
+            more = s_some & (step + 1 < STEPS)
             left = s_left - (step + 1) * SSTEP
-            scales = _scales(following, left, s_more, scale_column, E2M1, WORDS, COUNT, EVEN)
-        if E2M1:
-            w = _weights_4(current, s_current, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
-        else:
-            w = _weights_8(current, s_current, SCALES, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
+            scales = read_scales(
+                s_from + (step + 1) * s_stride, left, more, scale_column, E2M1, WORDS, COUNT, EVEN
+            )
+        w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
+        w = _rows_of_w(w, WARPS, ROWS, COLUMNS)
         y = _columns_of_x(x_tile, E2M1, X8, WARPS, TOKENS, PAIRS, GROUPS, HARDWARE)
         if SCALES == "units":
             some_of_it = add_product(tl.zeros((WARPS, ROWS, TOKENS), tl.float32), w, y)
@@ -354,13 +228,10 @@ def product(
             total += some_of_it
         else:
             total = add_product(total, w, y)
-    if EARLY:
-        gdc_launch_dependents()
 
     total = tl.sum(tl.reshape(total, (SPLITS, BANDS * ROWS, TOKENS)), 0)
     local = band + tl.arange(0, BANDS * ROWS)
-    copies = tl.arange(0, TOKENS)
-    tokens = tl.program_id(1) * M + copies // (TOKENS // M)
+    tokens = tl.arange(0, TOKENS)
     if SCALES == "whole":
         rows_of_scale = (row + tl.minimum(local, n - 1)) // unit_rows
         total *= tl.load(scale + scale_start + rows_of_scale.to(tl.int64) * scale_row)[:, None]
@@ -373,5 +244,5 @@ def product(
     if BIAS:
         total += tl.load(bias + column + local, mask=local < n, other=0.0).to(tl.float32)[:, None]
     to = out + tokens.to(tl.int64)[None, :] * out_row + (column + local)[:, None]
-    mask = ((tokens < m) & (copies % (TOKENS // M) == 0))[None, :] & (local < n)[:, None]
+    mask = (tokens < m)[None, :] & (local < n)[:, None]
     tl.store(to, narrow(total, out.dtype.element_ty, HARDWARE), mask=mask)

@@ -5,93 +5,23 @@ Tensors of a call, as its launches count them: the result, x, codes, scale, (sca
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from olq.kernels.shapes import Launch, Plan, place_of
+from olq.kernels.plan_shares import Narrow, Wide, chosen, columns_of, narrow, row_limit, wide
+from olq.kernels.shapes import SCRATCH, Launch, Plan, place_of
 
 _INT32 = 1 << 31
 _WIDE = 1 << 30
 """Of a unit that has all rows."""
 
-_MANY = 128
-"""Programs that keep a large GPU busy: with fewer, a program takes fewer rows, and more warps share their columns."""
-
-_WARPS = 1024
-"""Warps of all programs, likewise."""
-
-_MOST_WARPS = 16
-_TOKENS = 8
-"""The narrowest product of the tensor cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How a program's warps divide their work: see `olq.kernels.linear_small`. Tuned on an H200, 8192 x 8192.
-
-    Args:
-        splits: shares of the columns.
-        bands: bands of rows.
-        rows: of a band.
-        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step. With
-            scales in w' a step has 128 columns or more, whose scales fill places of four.
-        ahead: steps that codes are asked for before they are multiplied, 1 or 2.
-        xahead: whether x is asked for a step ahead.
-        registers: at most, a thread; 0 is the compiler's choice.
-    """
-
-    splits: int
-    bands: int
-    rows: int
-    pairs: int
-    groups: int
-    ahead: int = 1
-    xahead: bool = False
-    registers: int = 0
-
-    def columns(self, codes_a_byte: int) -> int:
-        """Of a step."""
-        return 64 * self.pairs * self.groups * codes_a_byte
-
-
-_SIXTEENS = Share(4, 4, 16, pairs=1, groups=2, registers=128)
-_PLAIN = Share(4, 1, 32, pairs=1, groups=2)
-SMALL = {
-    "fp8": {
-        1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
-        8: replace(_SIXTEENS, ahead=2),
-        16: replace(_SIXTEENS, xahead=True),
-        32: _SIXTEENS,
-        64: _PLAIN,
-    },
-    "mxfp8": {
-        4: Share(8, 1, 16, pairs=2, groups=1),
-        8: Share(8, 1, 32, pairs=2, groups=1),
-        16: _SIXTEENS,
-        64: _PLAIN,
-    },
-    "nvfp4": {
-        1: Share(8, 1, 32, pairs=2, groups=1),
-        8: Share(8, 1, 32, pairs=1, groups=1, xahead=True),
-        16: Share(4, 2, 32, pairs=1, groups=1, xahead=True),
-        32: Share(4, 2, 32, pairs=1, groups=1),
-    },
-    "fp8 codes": {
-        1: Share(8, 1, 16, pairs=2, groups=1, xahead=True),
-        16: Share(4, 4, 16, pairs=2, groups=1, xahead=True, registers=128),
-    },
-}
-"""By format, and by rows of x up to which it is the choice; for more than the last there is no kernel."""
-
 _UNIT = 64
 """Columns of a scale that stands on the sum of a step: a multiple of these."""
 
-
-def small_limit(name: str) -> int:
-    """Rows of x up to which the format's kernel is faster than bands."""
-    return max(SMALL[name])
+_BLOCK = 1024
+"""Columns of the result for which a program adds shares."""
 
 
 def merged(parts: Sequence[int], starts: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int, int]]:
@@ -127,9 +57,9 @@ def _refusal(
         return "there are no elements"
     if name != "fp8 codes" and x.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x.dtype}, and tensor cores multiply 16 bits"
-    if m > small_limit(name):
+    if m > row_limit(name):
         way = "torch's product is" if name == "fp8 codes" else "decoded bands are"
-        return f"x has {m} rows, and from {small_limit(name) + 1} on {way} faster"
+        return f"x has {m} rows, and from {row_limit(name) + 1} on {way} faster"
     if max(sum(parts), k * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
         return "its rows and columns need 64 bits"
     if any(s.dim() == 2 and (s.shape[1] - 1) * s.stride(1) >= _INT32 for s in scales):
@@ -150,37 +80,12 @@ def _words(codes: Tensor, k: int, codes_a_byte: int) -> bool:
     return whole and codes.stride(0) % 8 == 0 and codes.data_ptr() % 8 == 0
 
 
-def _share(name: str, m: int, n: int, k: int, unit: int, codes_a_byte: int) -> tuple[Share, int, int]:
-    """(how warps divide the work, rows of x that a program loads, tokens that it computes).
-
-    Args:
-        unit: columns of a scale that stands on the sum of a step; 0 if there is none.
-    """
-    most = next(rows for rows in sorted(SMALL[name]) if m <= rows)
-    share = SMALL[name][most]
-    if unit and unit % share.columns(codes_a_byte):
-        share = replace(share, pairs=1, groups=1)
-    splits, bands, columns = share.splits, share.bands, share.columns(codes_a_byte)
-    while bands > 1 and -(-n // (bands * share.rows)) < _MANY:
-        bands, splits = bands // 2, splits * 2
-    while splits > 1 and splits // 2 * columns >= k:
-        splits //= 2
-    while (
-        2 * splits * bands <= _MOST_WARPS
-        and -(-n // (bands * share.rows)) * bands * splits < _WARPS
-        and 2 * splits * columns <= k
-    ):
-        splits *= 2
-    tokens = max(1 << (m - 1).bit_length(), _TOKENS)
-    return replace(share, splits=splits, bands=bands), 1 if m == 1 else tokens, tokens
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """What launches of a call have in common.
 
     Args:
-        name: in `SMALL`.
+        name: in `plan_shares`.
         operands: x, its scale, codes, scale, scale_2, bias, result, as `Launch` counts them.
         x, codes, out: tensors.
         x_scale: strides, of rows and columns, or zeros.
@@ -203,41 +108,37 @@ class _Call:
     part_stride: int = 0
     scale_2: int = 0
 
-    def launch(self, part: int, row: int, n: int, column: int) -> Launch:
-        """For rows of one part, or of parts that lie side by side."""
-        m, k = self.x.shape
+    def plan(self, pieces: Iterator[tuple[int, int, int, int]]) -> Plan:
+        """Launches for rows of one part each, or of parts that lie side by side: see `merged`."""
         codes_a_byte = 2 if self.constants["E2M1"] else 1
-        unit_rows, unit_columns = self.unit
-        share, there, tokens = _share(self.name, m, n, k, unit_columns, codes_a_byte)
-        columns = share.columns(codes_a_byte)
+        share, columns = columns_of(chosen(self.name, len(self.x)), codes_a_byte, self.unit[1])
+        if isinstance(share, Narrow):
+            return Plan(tuple(self._narrow(share, columns, *piece) for piece in pieces))
+        return self._wide(share, columns, tuple(pieces))
+
+    def _narrow(self, share: Narrow, columns: int, part: int, row: int, n: int, column: int) -> Launch:
+        m, k = self.x.shape
+        share, tokens = narrow(share, columns, m, n, k)
         steps = -(-k // (share.splits * columns))
         numbers = (
-            m,
-            n,
-            k,
-            row,
-            column,
-            part * self.scale_2,
+            *(m, n, k, row, column, part * self.scale_2),
             *self.x.stride(),
             *self.x_scale,
-            self.codes.stride(0),
-            part * self.part_stride,
-            *self.scale,
-            unit_rows,
+            *self._of_weight(part),
             self.out.stride(0),
         )
         tiling = {
             "SPLITS": share.splits,
             "BANDS": share.bands,
-            "M": there,
             "TOKENS": tokens,
             "ROWS": share.rows,
             "PAIRS": share.pairs,
             "GROUPS": share.groups,
             "STEPS": steps,
-            "UNIT_STEPS": max(unit_columns // columns, 1),
+            "UNIT_STEPS": max(self.unit[1] // columns, 1),
             "AHEAD": share.ahead,
             "XAHEAD": share.xahead,
+            "UNROLL": share.unroll,
             "EVEN": k == share.splits * steps * columns,
         }
         return Launch(
@@ -245,15 +146,69 @@ class _Call:
             self.operands,
             numbers,
             {**self.constants, **tiling},
-            (-(-n // (share.bands * share.rows)), -(-m // there), 1),
+            (-(-n // (share.bands * share.rows)), 1, 1),
             share.splits * share.bands,
-            {"num_stages": 1, **({"maxnreg": share.registers} if share.registers else {})},
+            _options(share),
             waits=True,
         )
 
+    def _wide(self, share: Wide, columns: int, pieces: tuple[tuple[int, int, int, int], ...]) -> Plan:
+        (m, k), width = self.x.shape, self.out.shape[1]
+        shares, tokens = wide(share, columns, m, width, k)
+        steps = -(-k // (shares * columns))
+        x, _, *weight, bias, out = self.operands
+        whole = shares == 1
+        tiling = {
+            "SHARES": shares,
+            "WARPS": share.warps,
+            "TOKENS": tokens,
+            "PAIRS": share.pairs,
+            "GROUPS": share.groups,
+            "STEPS": steps,
+            "UNIT_STEPS": max(self.unit[1] // columns, 1),
+            "UNROLL": share.unroll,
+            "EVEN": k == shares * steps * columns,
+        }
+        constants = {name: value for name, value in self.constants.items() if name != "X8"}
+        launches = [
+            Launch(
+                "linear_wide.product",
+                (x, *weight, bias, out if whole else SCRATCH),
+                (
+                    *(m, n, k, row, column, part * self.scale_2),
+                    *self.x.stride(),
+                    *self._of_weight(part),
+                    *((self.out.stride(0), 0) if whole else (width, m * width)),
+                ),
+                {**constants, **tiling},
+                (-(-n // (16 * share.warps)) * shares, -(-m // tokens), 1),
+                share.warps,
+                _options(share),
+                waits=True,
+            )
+            for part, row, n, column in pieces
+        ]
+        if whole:
+            return Plan(tuple(launches))
+        add = Launch(
+            "linear_wide.add",
+            (SCRATCH, bias, out),
+            (width, self.out.stride(0), m * width),
+            {"BIAS": constants["BIAS"], "SHARES": shares, "BLOCK": _BLOCK},
+            (-(-width // _BLOCK), m, 1),
+            4,
+            waits=True,
+        )
+        return Plan((*launches, add), shares * m * width)
 
-def _plan(call: _Call, pieces: Iterator[tuple[int, int, int, int]]) -> Plan:
-    return Plan(tuple(call.launch(*piece) for piece in pieces))
+    def _of_weight(self, part: int) -> tuple[int, ...]:
+        """The stride of codes; of scales the first, both strides, and the rows of one."""
+        return self.codes.stride(0), part * self.part_stride, *self.scale, self.unit[0]
+
+
+def _options(share: Narrow | Wide) -> dict[str, int]:
+    """Of Triton's compiler."""
+    return {"num_stages": 1, **({"maxnreg": share.registers} if share.registers else {})}
 
 
 def _constants(
@@ -302,7 +257,7 @@ def _float32_scales(
         x_scale=x_strides,
         part_stride=0 if rows else scale.stride(0),
     )
-    return _plan(call, merged(parts, starts, apart=not rows))
+    return call.plan(merged(parts, starts, apart=not rows))
 
 
 def matmul_fp8(
@@ -321,8 +276,9 @@ def matmul_fp8(
     if refusal:
         return refusal
     operands = (1, 1, 2, 3, 1, 4 if bias is not None else 1, 0)
+    name = "fp8 units" if 0 < block_columns < x.shape[1] else "fp8"
     block = block_rows, block_columns
-    return _float32_scales("fp8", operands, out, x, codes, scale, bias, parts, starts, block)
+    return _float32_scales(name, operands, out, x, codes, scale, bias, parts, starts, block)
 
 
 def multiply_codes_fp8(
@@ -375,7 +331,7 @@ def matmul_mxfp8(
         (1, 0),
         _constants("e8m0", bias, swizzled=swizzled),
     )
-    return _plan(call, merged(parts, starts, apart=False))
+    return call.plan(merged(parts, starts, apart=False))
 
 
 def matmul_nvfp4(
@@ -406,4 +362,4 @@ def matmul_nvfp4(
         _constants("e4m3", bias, e2m1=True, swizzled=swizzled, words=aligned and place[1] == 1),
         scale_2=scale_2.stride(0),
     )
-    return _plan(call, merged(parts, starts, apart=True))
+    return call.plan(merged(parts, starts, apart=True))

@@ -6,14 +6,9 @@ from olq.kernels import plan_activations as activations
 from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
 from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
 from olq.kernels.plan_fp8 import quantize_fp8
-from olq.kernels.plan_linear import (
-    matmul_fp8,
-    matmul_mxfp8,
-    matmul_nvfp4,
-    multiply_codes_fp8,
-    small_limit,
-)
+from olq.kernels.plan_linear import matmul_fp8, matmul_mxfp8, matmul_nvfp4, multiply_codes_fp8
 from olq.kernels.plan_product import scale_product
+from olq.kernels.plan_shares import NARROW, row_limit
 from olq.kernels.shapes import GRID, Plan
 
 _PLANS: dict[str, Callable[..., Plan | str]] = {
@@ -51,15 +46,15 @@ TABLE = (
     ("dequantize_mxfp8_", "linear or swizzled", "decode.dequantize_mxfp8"),
     ("dequantize_nvfp4_", "linear or swizzled", "decode.dequantize_nvfp4"),
     *(
-        (
-            f"matmul_{name}",
-            f"up to {small_limit(name)} rows of x, bfloat16 or float16, {case}",
-            "linear_small.product",
-        )
+        (f"matmul_{name}", f"up to {rows} rows of x, bfloat16 or float16, {case}", found)
         for name, case in (
             ("fp8", "scales of whole rows or of 64, 128, 192 ... columns"),
             ("mxfp8", "any layout"),
             ("nvfp4", "any layout"),
+        )
+        for rows, found in (
+            (max(NARROW[name]), "linear_small.product"),
+            (row_limit(name), "linear_wide.product, linear_wide.add unless one share has all columns"),
         )
     ),
     (
@@ -69,7 +64,7 @@ TABLE = (
     ),
     (
         "multiply_codes_fp8_",
-        f"up to {small_limit('fp8 codes')} rows of x, scales as for matmul_fp8, 16-bit result",
+        f"up to {row_limit('fp8 codes')} rows of x, scales as for matmul_fp8, 16-bit result",
         "linear_small.product",
     ),
     ("multiply_codes_fp8_", "others", "decode.*, then torch.mm in float32"),

@@ -18,17 +18,26 @@ from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_
 
 
 @triton.jit
+def _place(
+    tile, across, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """(first row, first column, which elements are there) of a tile."""
+    down = 0 if LINE else tile // across
+    row = tl.cast(down, tl.int64) * ROWS
+    column = tl.cast(tile - down * across, tl.int64) * COLUMNS
+    mask = (tl.arange(0, ROWS) < n - row)[:, None] & (tl.arange(0, COLUMNS) < k - column)[None, :]
+    return row, column, mask
+
+
+@triton.jit
 def _tile(
     source, local, tile, across, n, k, source_row, source_column, THROUGH: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
     FLEETING: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sweep in float32; `local` are offsets of its elements."""
-    down = 0 if LINE else tile // across
-    first_row = tl.cast(down, tl.int64) * ROWS
-    first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
-    mask = (tl.arange(0, ROWS) < n - first_row)[:, None] & (tl.arange(0, COLUMNS) < k - first_column)[None, :]
-    from_ = source + (first_row * source_row + first_column * source_column) + local
+    row, column, mask = _place(tile, across, n, k, ROWS, COLUMNS, LINE)
+    from_ = source + (row * source_row + column * source_column) + local
     return read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE, FLEETING)
 
 
@@ -179,13 +188,12 @@ def quantize_tensor(
     local_to = offsets(rows, columns, codes_row, codes_column, WIDE)
     tile = tiles - 1 - program
     while tile >= 0:
-        down = 0 if LINE else tile // across
-        first_row = tl.cast(down, tl.int64) * ROWS
-        first_column = tl.cast(tile - down * across, tl.int64) * COLUMNS
-        mask = (rows < n - first_row)[:, None] & (columns < k - first_column)[None, :]
-        from_ = source + (first_row * source_row + first_column * source_column) + local_from
-        x = read(from_, mask, FULL, THROUGH, LARGEST, HARDWARE)
+        x = _tile(
+            source, local_from, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE,
+            FULL, HARDWARE, False,
+        )  # fmt: skip
         y = tl.where(good, x * factor[:, None], 0.0)
-        to = codes + (first_row * codes_row + first_column * codes_column) + local_to
+        row, column, mask = _place(tile, across, n, k, ROWS, COLUMNS, LINE)
+        to = codes + (row * codes_row + column * codes_column) + local_to
         write(to, e4m3(y, HARDWARE), mask, FULL)
         tile -= programs

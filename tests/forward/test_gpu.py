@@ -12,7 +12,7 @@ from forward.oracle import input_values, product, sums, weight_values, worst
 
 import olq
 from olq import forward
-from olq.kernels.plan_linear import small_limit
+from olq.kernels.plan_shares import row_limit
 
 pytestmark = pytest.mark.cuda
 TENSOR_CORES = 2.0**-10
@@ -55,7 +55,7 @@ def on_gpu(method, w, parts, bias=None, **params):
 
 def few(method, x):
     """Whether a kernel keeps float32 scales for the sum, so that no weight is rounded."""
-    return method != "mxfp8" and x.dtype != torch.float32 and len(x) <= small_limit(method)
+    return method != "mxfp8" and x.dtype != torch.float32 and len(x) <= row_limit(method)
 
 
 def check(method, params, shape, dtype, bias, name, each=None):

@@ -15,7 +15,7 @@ from torch import Tensor
 from numerics.cases import OPS
 from olq import kernels
 from olq.errors import LayoutError
-from olq.kernels import plan_linear, plans
+from olq.kernels import plan_shares, plans
 from olq.kernels.shapes import Plan
 from oracles import fp8
 
@@ -27,7 +27,7 @@ WAYS = {
     "fp8 columns": "group",
 }
 FORMS = pytest.mark.parametrize("form", WAYS)
-LIMIT = plan_linear.small_limit("fp8 codes")
+LIMIT = plan_shares.row_limit("fp8 codes")
 
 
 def quantized(form: str, m: int, k: int, columns: int, weight: Weight, seed: int) -> tuple[Tensor, ...]:

@@ -50,8 +50,8 @@ def test_one_hot_rows_give_the_decoded_weight(form, parts, k, dtype, device):
 @given(data=st.data())
 def test_sums_err_no_more_than_float32_sums(form, device, data):
     parts = data.draw(st.lists(st.sampled_from([1, 2, 5, 16, 33, 130]), min_size=1, max_size=3))
-    k = data.draw(st.sampled_from([1, 2, 31, 32, 100, 129, 256, 300, 640]))
-    m = data.draw(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 16, 17, 40]))
+    k = data.draw(st.sampled_from([1, 2, 31, 32, 100, 129, 256, 300, 640, 1100]))
+    m = data.draw(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 16, 17, 40, 70]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
     weight = make(form, parts, k, seed=data.draw(st.integers(0, 9)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
@@ -138,10 +138,11 @@ def test_tensor_scales_of_any_size(s2, dtype, device):
 
 
 @pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+@pytest.mark.parametrize("m", [2, 20])
 @pytest.mark.parametrize("form", ["fp8 channel", "nvfp4 linear"])
 @pytest.mark.parametrize("device", ["cpu"])
-def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device, monkeypatch):
-    from olq.kernels import linear_small
+def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device, m, monkeypatch):
+    from olq.kernels import linear_small, linear_weights, linear_wide
 
     order, asked, settings = [], [], launching.settings
 
@@ -155,16 +156,18 @@ def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device
 
     monkeypatch.setattr(launching, "_early", lambda device: True)
     monkeypatch.setattr(launching, "settings", interpretable)
-    monkeypatch.setattr(linear_small, "gdc_wait", lambda **rest: order.append("wait"))
-    monkeypatch.setattr(linear_small, "gdc_launch_dependents", lambda **rest: order.append("next"))
-    monkeypatch.setattr(linear_small.tl, "inline_asm_elementwise", record)
+    for module in (linear_small, linear_wide):
+        monkeypatch.setattr(module, "gdc_wait", lambda **rest: order.append("wait"))
+        monkeypatch.setattr(module, "gdc_launch_dependents", lambda **rest: order.append("next"))
+    monkeypatch.setattr(linear_weights.tl, "inline_asm_elementwise", record)
     weight = make(form, [40], 1060)
     inner, *rest = weight.tensors
     codes = torch.zeros(len(inner), 4096, dtype=torch.uint8)[:, -inner.shape[1] :]
     codes.copy_(inner)
-    args = (torch.ones(2, 1060, dtype=torch.bfloat16), codes, *rest, None, [40], [0], *weight.rest)
-    assert kernels.launch(weight.operator, args, (torch.empty(2, 40, dtype=torch.bfloat16),))
-    assert order == ["ask", "wait", "next"] * (len(order) // 3)
+    args = (torch.ones(m, 1060, dtype=torch.bfloat16), codes, *rest, None, [40], [0], *weight.rest)
+    assert kernels.launch(weight.operator, args, (torch.empty(m, 40, dtype=torch.bfloat16),))
+    programs, sums = order.count("ask"), m if m > 8 else 0
+    assert order == ["ask", "wait", "next"] * programs + ["next", "wait"] * sums
     row, column = np.divmod(np.concatenate(asked) - codes.data_ptr(), 4096)
     assert set(row) == set(range(40))
     assert 0 <= column.min() <= column.max() < (1060 if form == "fp8 channel" else 530)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from numerics.cases import OPS
 from olq import kernels
-from olq.kernels import plan_linear
+from olq.kernels import plan_shares
 from olq.ops import linear
 
 pytestmark = [pytest.mark.cuda, pytest.mark.unaudited(reason="launches are repeated without Triton's front")]
@@ -36,7 +36,7 @@ def test_every_number_of_rows_is_right(form, m):
         assert largest_error(y.cpu(), x, weight.operand(x, bias), bias) <= weight.allowed(x, bias, "cuda")
     out = torch.empty(m, 230, dtype=x.dtype, device="cuda")
     found = kernels.path(weight.operator, out, *args)
-    few = m <= plan_linear.small_limit(weight.operator.removeprefix("matmul_"))
+    few = m <= plan_shares.row_limit(weight.operator.removeprefix("matmul_"))
     assert bool(found.kernels) == few, found
     assert few or "decoded bands are faster" in found.reason
 

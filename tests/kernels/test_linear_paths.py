@@ -1,46 +1,90 @@
 """Which way a product goes, what its launches cover, and what the operators refuse. No GPU and no triton needed."""
 
+import functools
+
 import pytest
 import torch
-from kernels.linear_cases import FORMATS, make
+from kernels.linear_cases import FORMATS, Weight, make
 
 from numerics.cases import OPS
 from olq import kernels
 from olq.errors import LayoutError
-from olq.kernels import plan_linear, plans
-from olq.kernels.shapes import Plan
+from olq.kernels import plan_shares, plans
+from olq.kernels.shapes import SCRATCH, Plan
 
 FORMS = pytest.mark.parametrize("form", FORMATS)
 
 
+@functools.cache
+def made(form: str, parts: tuple[int, ...], k: int) -> Weight:
+    return make(form, list(parts), k)
+
+
 def plan(form: str, m: int, parts: list[int], k: int, dtype: torch.dtype = torch.bfloat16) -> Plan | str:
-    weight = make(form, parts, k)
+    weight = made(form, tuple(parts), k)
     x = torch.zeros(m, k, dtype=dtype)
     return plans.plan(weight.operator, (x.new_empty(m, sum(parts)), *weight.args(x, None)))
 
 
+def rows_a_program(c: dict[str, object]) -> int:
+    return c["BANDS"] * c["ROWS"] if "BANDS" in c else 16 * c["WARPS"]
+
+
 @FORMS
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 13, 16, 17, 32])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 13, 16, 17, 32, 33, 64, 65, 200, 256])
 @pytest.mark.parametrize(("parts", "k"), [([40], 100), ([128, 256, 7], 4096), ([9000], 512)], ids=str)
 def test_launches_cover_every_row_and_column_once(form, m, parts, k):
     found = plan(form, m, parts, k)
     assert isinstance(found, Plan), found
+    *products, last = found.launches
+    if last.kernel == "linear_wide.add":
+        assert last.numbers[0] == sum(parts) <= last.grid[0] * last.constants["BLOCK"]
+        assert last.grid[1] == m
+        assert last.warps * 32 * 8 == last.constants["BLOCK"]
+    else:
+        products.append(last)
     covered = []
-    for one in found.launches:
+    for one in products:
         n, width, _, column = one.numbers[1:5]
-        c = one.constants
+        c, narrow = one.constants, one.kernel == "linear_small.product"
         assert width == k
-        assert one.grid[0] * c["BANDS"] * c["ROWS"] >= n > (one.grid[0] - 1) * c["BANDS"] * c["ROWS"]
-        assert one.grid[1] * c["M"] >= m
-        columns = c["PAIRS"] * c["GROUPS"] * (128 if c["E2M1"] else 64) * c["SPLITS"] * c["STEPS"]
+        assert one.waits
+        splits = c["SPLITS"] if narrow else c["SHARES"]
+        programs, tokens, _ = one.grid
+        if narrow:
+            assert (tokens, one.warps) == (1, splits * c["BANDS"])
+        else:
+            assert programs % splits == 0
+            assert one.warps == c["WARPS"]
+            programs //= splits
+        assert programs * rows_a_program(c) >= n > (programs - 1) * rows_a_program(c)
+        assert tokens * c["TOKENS"] >= m > (tokens - 1) * c["TOKENS"]
+        columns = c["PAIRS"] * c["GROUPS"] * (128 if c["E2M1"] else 64) * splits * c["STEPS"]
         assert columns >= k
         assert c["EVEN"] == (columns == k)
-        assert one.waits
-        assert c["TOKENS"] % c["M"] == 0
-        assert c["TOKENS"] >= 8
-        assert one.warps == c["SPLITS"] * c["BANDS"]
         covered += range(column, column + n)
     assert covered == list(range(sum(parts)))
+
+
+@FORMS
+@pytest.mark.parametrize("m", [9, 40, 100])
+def test_shares_have_a_place_each_and_one_share_needs_none(form, m):
+    for parts, k in (([128, 256, 16], 4096), ([48], 64)):
+        found = plan(form, m, parts, k)
+        assert isinstance(found, Plan)
+        shares = [one.constants["SHARES"] for one in found.launches]
+        width = sum(parts)
+        if parts == [48]:
+            assert shares == [1]
+            assert found.scratch == 0
+            assert SCRATCH not in found.launches[0].operands
+            assert found.launches[0].numbers[-2:] == (width, 0)
+        else:
+            assert len(set(shares)) == 1 < shares[0]
+            assert found.scratch == shares[0] * m * width
+            assert all(one.operands[-1] == SCRATCH for one in found.launches[:-1])
+            assert all(one.numbers[-2:] == (width, m * width) for one in found.launches[:-1])
+            assert found.launches[-1].operands[0] == SCRATCH
 
 
 def test_parts_with_one_scale_for_each_row_share_a_launch():
@@ -50,12 +94,13 @@ def test_parts_with_one_scale_for_each_row_share_a_launch():
         assert len(found.launches) == launches, form
     block = plan("fp8 block", 1, [128, 30, 128], 256)
     assert isinstance(block, Plan)
-    assert [one.numbers[1] for one in block.launches] == [158, 128]  # padding before the last
+    *products, _ = block.launches
+    assert [one.numbers[1] for one in products] == [158, 128]  # padding before the last
 
 
 @FORMS
 def test_what_has_no_kernel_says_why(form):
-    limit = plan_linear.small_limit(form.split()[0])
+    limit = plan_shares.row_limit(form.split()[0])
     many = plan(form, limit + 1, [16], 256)
     assert many == f"x has {limit + 1} rows, and from {limit + 1} on decoded bands are faster"
     assert plan(form, 1, [16], 256, torch.float32) == "x is torch.float32, and tensor cores multiply 16 bits"
