@@ -122,7 +122,7 @@ def read_scales(
         TYPE: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
         word = tl.load(from_.to(tl.pointer_type(TYPE), bitcast=True), mask=mask, other=0).to(tl.int32)
         if not EVEN:
-            bytes_ = tl.minimum(left, COUNT)
+            bytes_ = tl.minimum(tl.maximum(left, 0), COUNT)
             keep = (1 << (tl.minimum(bytes_, 3) * 8)) - 1
             word = tl.where(bytes_ == 4, word, word & keep)
         return word

@@ -8,7 +8,8 @@ Program   WARPS x 16 rows of the weight times TOKENS tokens times one of SHARES 
           often than in `linear_small`, where each warp reads it.
 Shares    a program that had all columns would need half of a multiprocessor's threads to itself, or few rows and x more
           often. Each program writes the sum of its columns, scaled, in float32: [SHARES, m, columns of the result];
-          `add` adds them, in order, with the bias. One share needs neither.
+          `add` adds them, in order, with the bias. One share needs neither. Each has columns: where there are none, an
+          infinite scale would make a NaN of their zero.
 """
 
 import triton
@@ -153,9 +154,9 @@ def product(
         w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, 16, PAIRS, GROUPS, HARDWARE)
         w = _rows_of_w(w, WARPS, COLUMNS)
         if SCALES == "units":
-            # Steps beyond k, which add zeros, take the last unit's.
-            unit = tl.minimum((first + step) // UNIT_STEPS, (k - 1) // (UNIT_STEPS * COLUMNS))
-            u = tl.load(u_scale + unit * scale_column)
+            unit, last = (first + step) // UNIT_STEPS, (k - 1) // (UNIT_STEPS * COLUMNS)
+            u = tl.load(u_scale + tl.minimum(unit, last) * scale_column)
+            u = tl.where(unit <= last, u, 0.0)  # zeros times an infinity would be NaN
             total += add_product(tl.zeros((ROWS, TOKENS), tl.float32), w, y) * u[:, None]
         else:
             total = add_product(total, w, y)

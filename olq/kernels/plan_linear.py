@@ -20,6 +20,9 @@ _WIDE = 1 << 30
 _UNIT = 64
 """Columns of a scale that stands on the sum of a step: a multiple of these."""
 
+_BLOCKS = 32
+"""Columns of the longest block."""
+
 _BLOCK = 1024
 """Columns of the result for which a program adds shares."""
 
@@ -60,7 +63,7 @@ def _refusal(
     if m > row_limit(name):
         way = "torch's product is" if name == "fp8 codes" else "decoded bands are"
         return f"x has {m} rows, and from {row_limit(name) + 1} on {way} faster"
-    if max(sum(parts), k * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
+    if max(sum(parts), (k + _BLOCKS) * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
         return "its rows and columns need 64 bits"
     if any(s.dim() == 2 and (s.shape[1] - 1) * s.stride(1) >= _INT32 for s in scales):
         return "columns of its scales need 64 bits"
@@ -154,8 +157,7 @@ class _Call:
 
     def _wide(self, share: Wide, columns: int, pieces: tuple[tuple[int, int, int, int], ...]) -> Plan:
         (m, k), width = self.x.shape, self.out.shape[1]
-        shares, tokens = wide(share, columns, m, width, k)
-        steps = -(-k // (shares * columns))
+        shares, steps, tokens = wide(share, columns, m, width, k)
         x, _, *weight, bias, out = self.operands
         whole = shares == 1
         tiling = {
@@ -246,7 +248,7 @@ def _float32_scales(
     if x_scale is not None:
         x_strides = (0 if x_scale.shape[0] == 1 else x_scale.stride(0), x_scale.stride(1))
     call = _Call(
-        name,
+        name if whole else f"{name} units",
         operands,
         x,
         codes,
@@ -276,9 +278,8 @@ def matmul_fp8(
     if refusal:
         return refusal
     operands = (1, 1, 2, 3, 1, 4 if bias is not None else 1, 0)
-    name = "fp8 units" if 0 < block_columns < x.shape[1] else "fp8"
     block = block_rows, block_columns
-    return _float32_scales(name, operands, out, x, codes, scale, bias, parts, starts, block)
+    return _float32_scales("fp8", operands, out, x, codes, scale, bias, parts, starts, block)
 
 
 def multiply_codes_fp8(

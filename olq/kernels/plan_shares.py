@@ -71,10 +71,14 @@ NARROW = {
     },
     "fp8 codes": {
         1: Narrow(8, 1, 16, pairs=2, groups=1, xahead=True),
+        16: Narrow(4, 2, 16, pairs=2, groups=1, ahead=2, xahead=True, registers=128, unroll=2),
+    },
+    "fp8 codes units": {
+        1: Narrow(8, 1, 16, pairs=2, groups=1, xahead=True),
         16: Narrow(4, 2, 16, pairs=2, groups=1, xahead=True, registers=128, unroll=2),
     },
 }
-"""By format, and by rows of x up to which it is the choice. "fp8 units": with scales on the sums of steps."""
+"""By format, and by rows of x up to which it is the choice. "... units": with scales on the sums of steps."""
 
 WIDE = {
     "fp8": {
@@ -132,11 +136,13 @@ def narrow(share: Narrow, columns: int, m: int, n: int, k: int) -> tuple[Narrow,
     return replace(share, splits=splits, bands=bands), max(1 << (m - 1).bit_length(), _TOKENS)
 
 
-def wide(share: Wide, columns: int, m: int, n: int, k: int) -> tuple[int, int]:
-    """(shares of the columns, tokens that a program computes), for n rows of all parts."""
+def wide(share: Wide, columns: int, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """(shares of the columns, steps of each, tokens that a program computes), for n rows of all parts."""
     tokens = min(max(1 << (m - 1).bit_length(), 2 * _TOKENS), _WIDEST)
     warps = -(-n // (16 * share.warps)) * share.warps * -(-m // tokens)
     shares = 1
     while 2 * shares <= _MOST_WARPS and 2 * shares * warps <= _WIDE_WARPS and 2 * shares * columns <= k:
         shares *= 2
-    return shares, tokens
+    every = -(-k // columns)
+    steps = -(-every // shares)
+    return -(-every // steps), steps, tokens

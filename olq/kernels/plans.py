@@ -46,16 +46,18 @@ TABLE = (
     ("dequantize_mxfp8_", "linear or swizzled", "decode.dequantize_mxfp8"),
     ("dequantize_nvfp4_", "linear or swizzled", "decode.dequantize_nvfp4"),
     *(
-        (f"matmul_{name}", f"up to {rows} rows of x, bfloat16 or float16, {case}", found)
+        (f"matmul_{name.split()[0]}", f"up to {rows} rows of x, bfloat16 or float16, {case}", found)
         for name, case in (
-            ("fp8", "scales of whole rows or of 64, 128, 192 ... columns"),
+            ("fp8", "scales of whole rows"),
+            ("fp8 units", "scales of 64, 128, 192 ... columns"),
             ("mxfp8", "any layout"),
             ("nvfp4", "any layout"),
         )
         for rows, found in (
-            (max(NARROW[name]), "linear_small.product"),
+            (max(NARROW.get(name, {0: None})), "linear_small.product"),
             (row_limit(name), "linear_wide.product, linear_wide.add unless one share has all columns"),
         )
+        if rows
     ),
     (
         "matmul_*",

@@ -5,14 +5,15 @@
     matmul_nvfp4(x, codes, scale, scale_2, bias, parts, starts, scale_layout) -> y
 
 Value     y[m, j] = sum over k of x[m, k] * w[j, k], + bias[j]: products summed in float32, one rounding to x's dtype at
-          the end. w is what `dequantize_*_` decodes into float32, on some paths rounded to x's dtype; kernels for few
-          rows keep the float32 scales of fp8 and of nvfp4's tensors for the sum, and round none of their weights. Sums
+          the end. w is what `dequantize_*_` decodes into float32, on some paths rounded to x's dtype; kernels keep
+          the float32 scales of fp8 and of nvfp4's tensors for the sum, and round none of their weights. Sums
           for fp8 are of x times codes, up to 448: bfloat16 x from 2**119 / K on may overflow where x times w would not
 Letters   M, K = rows and columns of x; parts = rows of each part of a fused weight, N = their sum; R, C = rows and
           columns of the kernel format. Row r of part p is row starts[p] + r of codes and scales, and column
           sum(parts[:p]) + r of y; what lies between parts, and beyond K, is padding that nobody reads.
 Kernels   on CUDA as `olq.kernels.path` says; what has none is decoded in bands of rows, which torch multiplies as it is
           set: torch.backends.cuda.matmul may allow it TF32, or parts of a sum in 16 bits, which is its default.
+Memory    y; of `olq.kernels.linear_wide` up to 16 float32 for each element of y; of bands `BAND_BYTES` or more
 
     x       bfloat16, float16 or float32 [M, K], any strides. Its gradient is not computed.
     codes   uint8 [R, C], E4M3, C >= K; nvfp4: [R, C / 2], two E2M1 codes a byte, low nibble first

@@ -137,6 +137,27 @@ def test_tensor_scales_of_any_size(s2, dtype, device):
     assert same(torch.where(finite, y, 0), torch.where(finite, w[:, :16].T, 0))
 
 
+@DEVICES
+@pytest.mark.parametrize("m", [1, 9, 20])
+@pytest.mark.parametrize("form", ["fp8 tensor", "fp8 channel", "fp8 block", "fp8 group", "nvfp4 linear"])
+@pytest.mark.parametrize("k", [300, 2100])
+def test_an_infinite_scale_gives_infinite_sums(form, m, k, device):
+    weight = make(form, [16], k)
+    *inner, last = (t.clone() for t in weight.tensors)
+    if form == "nvfp4 linear":
+        inner[0][:], inner[1][:], last[:] = 0x22, 0x38, torch.inf  # codes of 1, scales of 1
+    else:
+        inner[0][:], last[:] = 0x38, 1.0
+        last.view(-1)[-1 if form == "fp8 group" else 0] = torch.inf
+    weight = Weight(weight.operator, (*inner, last), [16], [0], weight.rest, weight.decoded)
+    y = product(weight, torch.ones(m, k, dtype=torch.bfloat16), None, device)
+    rows = {"fp8 channel": slice(0, 1), "fp8 group": slice(15, 16)}.get(form, slice(0, 16))
+    assert y[:, rows].isposinf().all()
+    others = torch.ones(16, dtype=torch.bool)
+    others[rows] = False
+    assert y[:, others].eq(torch.tensor(k, dtype=torch.bfloat16)).all()
+
+
 @pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
 @pytest.mark.parametrize("m", [2, 20])
 @pytest.mark.parametrize("form", ["fp8 channel", "nvfp4 linear"])
