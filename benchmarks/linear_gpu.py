@@ -5,7 +5,8 @@
 For each format, 8192 x 8192: first exactness. Rows of x with a single 1 have to give columns of the weight as the
 format's formula decodes it, bit for bit; what differs is not timed. Then, for 1 to 4096 rows of x, rounds in which
 olq's operator, a linear with a bfloat16 weight and a copy of 1 GiB run one after the other, in turns; products are
-replayed from CUDA graphs that go through so many copies of the weight that no cache holds one.
+replayed from CUDA graphs that go through so many copies of the weight that no cache holds one, and so often that what
+starts a graph, and what the copy left in the cache to be written, is little of each product's time.
 
 share   of olq's time that reading codes and scales would take at the copy's rate (bytes read plus bytes written)
 speed   the bfloat16 linear's time / olq's
@@ -28,6 +29,7 @@ from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
 from olq import kernels
 
 _CACHE = 256 << 20  # bytes of copies of a weight: five times an H200's cache
+_CALLS = 64  # of a graph, where one takes microseconds
 Row = dict[str, object]
 
 
@@ -57,6 +59,12 @@ def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     return captured.replay
 
 
+def repeated(calls: Sequence[Callable[[], object]], least: int) -> tuple[Callable[[], None], int]:
+    """A graph of all calls, so often that there are `least`; and how many there are."""
+    every = [*calls] * -(-least // len(calls))
+    return graph(every), len(every)
+
+
 def milliseconds(run: Callable[[], object]) -> float:
     """One run, between two events."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -77,7 +85,7 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
     """One number of rows of x."""
     x = torch.randn(m, SHAPE[1], dtype=torch.bfloat16, device="cuda")
     memory = torch.empty(2, 1 << 29, dtype=torch.bfloat16, device="cuda").random_(0, 3)
-    repeat = 2 if m <= 256 else 1
+    most = _CALLS if m <= 256 else 1
 
     def one(weight: tuple[Tensor, ...]) -> Callable[[], object]:
         return lambda: case.call(x, weight)
@@ -86,8 +94,8 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
         return lambda: functional.linear(x, w)
 
     runs = {
-        "olq": (graph([one(w) for w in weights * repeat]), len(weights) * repeat),
-        "linear": (graph([other(w) for w in plain * repeat]), len(plain) * repeat),
+        "olq": repeated([one(w) for w in weights], most),
+        "linear": repeated([other(w) for w in plain], most),
         "copy": (lambda: memory[1].copy_(memory[0]), 1),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
