@@ -10,6 +10,8 @@ Shares    a program that had all columns would need half of a multiprocessor's t
           often. Each program writes the sum of its columns, scaled, in float32: [SHARES, m, columns of the result];
           `add` adds them, in order, with the bias. One share needs neither. Each has columns: where there are none, an
           infinite scale would make a NaN of their zero.
+DENSE     columns of x are next to each other. Where they are not, x is read in the order of the weights at once: Triton
+          3.6 can't bring what it reads in another order there.
 """
 
 import triton
@@ -39,6 +41,19 @@ def _columns_of_x(tile, E2M1: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.cons
     return tl.trans(tl.reshape(y, (TOKENS, GROUPS * PAIRS * (128 if E2M1 else 64))))
 
 
+@triton.jit
+def _column(c, E2M1: tl.constexpr, PAIRS: tl.constexpr):
+    """Where column `c` in the order of the weights lies, within a step."""
+    WORD: tl.constexpr = 16 if E2M1 else 8  # codes
+    CHUNK: tl.constexpr = 8 * WORD
+    group, pair, t = c // (CHUNK * PAIRS), c // CHUNK % PAIRS, c // 2 % 4
+    at = (group * 4 + t) * (2 * WORD * PAIRS) + pair * (2 * WORD) + c // (4 * WORD) % 2 * WORD
+    if E2M1:
+        return at + c // 32 % 2 * 8 + c % 2 * 4 + c // 16 % 2 * 2 + c // 8 % 2
+    else:
+        return at + c // 16 % 2 * 4 + c // 8 % 2 * 2 + c % 2
+
+
 @triton.jit(do_not_specialize=["scale_column"])
 def product(
     x,
@@ -66,6 +81,7 @@ def product(
     SCALES: tl.constexpr,
     SWIZZLED: tl.constexpr,
     WORDS: tl.constexpr,
+    DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     SHARES: tl.constexpr,
     WARPS: tl.constexpr,
@@ -94,9 +110,14 @@ def product(
     some = rows >= 0  # always; a mask has to have the pointers' shape
 
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    x_at = first * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x_from = x + (tl.minimum(tokens, m - 1).to(tl.int64)[:, None] * x_row + x_at * x_column)
-    x_some = (tokens >= 0)[:, None]
+    if DENSE:  # [TOKENS, COLUMNS], as it lies in memory
+        x_at = first * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        x_token = tl.minimum(tokens, m - 1)[:, None]
+    else:  # [COLUMNS, TOKENS] in the order of the weights: no read takes neighbouring columns
+        x_at = first * COLUMNS + _column(tl.arange(0, COLUMNS), E2M1, PAIRS)[:, None]
+        x_token = tl.minimum(tokens, m - 1)[None, :]
+    x_from = x + (x_token.to(tl.int64) * x_row + x_at * x_column)
+    x_some = x_token >= 0
 
     if ROWED:
         COUNT: tl.constexpr = 2 * PAIRS if E2M1 else 1
@@ -150,7 +171,7 @@ def product(
                 s_from + following * s_stride, left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN
             )
         # x first, so that its way through shared memory begins before the weights are decoded.
-        y = _columns_of_x(x_tile, E2M1, TOKENS, PAIRS, GROUPS)
+        y = _columns_of_x(x_tile, E2M1, TOKENS, PAIRS, GROUPS) if DENSE else x_tile
         w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, 16, PAIRS, GROUPS, HARDWARE)
         w = _rows_of_w(w, WARPS, COLUMNS)
         if SCALES == "units":

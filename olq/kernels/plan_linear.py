@@ -172,6 +172,7 @@ class _Call:
             "EVEN": k == shares * steps * columns,
         }
         constants = {name: value for name, value in self.constants.items() if name != "X8"}
+        constants["DENSE"] = self.x.stride(1) == 1
         launches = [
             Launch(
                 "linear_wide.product",
