@@ -11,8 +11,8 @@ import olq.ops  # noqa: F401  (registers the operators)
 OPS = torch.ops.olq
 SHAPE = (8192, 8192)
 ROWS_OF_X = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
-FEW, MANY = 16, 4096
-"""Up to FEW rows the weight's bytes are the limit; at MANY the product is."""
+FEW, MANY = (1, 16), 4096
+"""Rows of x that have targets: of FEW the weight's bytes are the limit, of MANY the product is."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Case:
         quantize: a bfloat16 weight [N, K] to kernel tensors.
         rest: what follows the tensors, bias, parts and starts.
         decode: kernel tensors to float32 by the format's formula.
-        share: least share of the time of reading codes and scales at the rate of a copy, up to `FEW` rows.
+        share: least share of the time of reading codes and scales at the rate of a copy, at `FEW` rows.
         speed: least speed as a multiple of a bfloat16 linear's at `MANY` rows.
     """
 

@@ -78,7 +78,10 @@ def _newest(commit: str, rows: Sequence[Row], marked: Sequence[str]) -> list[str
     for title, tests in (
         ("Failed:", failed),
         ("Failed in another run of the same file at this commit:", sorted(others - set(failed))),
-        ("Nothing ran of these files, which have tests marked `cuda`:", sorted(set(marked) - files.keys())),
+        (
+            "There are no counts of these files, which have tests marked `cuda`:",
+            sorted(set(marked) - files.keys()),
+        ),
     ):
         out += [title, "", *(f"- {text(test)}" for test in tests), ""] if tests else []
     return out
@@ -126,4 +129,7 @@ def verified(rows: Sequence[Row], marked: Sequence[str] = ()) -> str:
                     for group in commits[1:]
                 ),
             )
+            notes = [(group, row) for group in commits[1:] for row in group if row.get("note")]
+            for group, row in notes:
+                out += prose(f"{text(str(group[-1].get('commit'))[:7])}: {text(row['note'])}")
     return "\n".join(out).rstrip("\n") + "\n"

@@ -12,6 +12,7 @@ batch, tabled                    many calls that differ in addresses only, in on
 rounding, memory                 device functions: arithmetic; reading and writing tiles
 linear_decode                    device functions: codes to operands of a product, in registers
 linear_weights                   device functions: a program's part of a quantized weight, read and decoded
+plan_shares                      how programs divide a product, tuned on an H200
 linear_small, linear_wide        the kernels that multiply some rows by a quantized weight
 fp8, blockscaled, tensor, decode, activations, product    kernels
 plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it

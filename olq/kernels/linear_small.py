@@ -14,7 +14,7 @@ EARLY     the kernel may start before the one in front of it is done: it asks fo
 
 Scales    where they stand; w' is what is multiplied
     whole   of whole rows (channels, parts): on the sum, and w' is the code's value
-    units   float32 for unit_rows rows and UNIT_STEPS steps: on the sum of each step
+    units   float32 for unit_rows rows and UNIT_STEPS steps: on the sum of each step; here with X8 only
     e8m0    in w'
     e4m3    in w', which is smaller than w by scale_2 and by `linear_decode.SMALLER`: these are for the sum
 x         bfloat16 or float16, w' likewise; or X8, E4M3 codes, which become float16 as w' does. Their scales, of tokens
@@ -140,7 +140,6 @@ def product(
     x_some = token >= 0
 
     if ROWED:
-        COUNT: tl.constexpr = 2 * PAIRS if E2M1 else 1
         BLOCK: tl.constexpr = 16 if E2M1 else 32
         SSTEP: tl.constexpr = COLUMNS // BLOCK
         s_rows, s_at = scales_of(
@@ -179,7 +178,7 @@ def product(
         code_2 = tl.load(from_ + STRIP, mask=mask, other=0, eviction_policy="evict_first")
     scales = 0
     if ROWED:
-        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN)
+        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, EVEN)
     tile = 0
     if XAHEAD:
         tile = tl.load(x_from) if EVEN else tl.load(x_from, mask=(x_at * XCODES < k) & x_some, other=0)
@@ -212,9 +211,7 @@ def product(
         if ROWED:
             more = s_some & (step + 1 < STEPS)
             left = s_left - (step + 1) * SSTEP
-            scales = read_scales(
-                s_from + (step + 1) * s_stride, left, more, scale_column, E2M1, WORDS, COUNT, EVEN
-            )
+            scales = read_scales(s_from + (step + 1) * s_stride, left, more, scale_column, E2M1, WORDS, EVEN)
         w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
         w = _rows_of_w(w, WARPS, ROWS, COLUMNS)
         y = _columns_of_x(x_tile, E2M1, X8, WARPS, TOKENS, PAIRS, GROUPS, HARDWARE)
@@ -223,8 +220,7 @@ def product(
             unit = (u_first + step) // UNIT_STEPS
             there = unit * (UNIT_STEPS * COLUMNS) < k
             some_of_it *= tl.load(u_scale + unit * scale_column, mask=there & u_some, other=0.0)
-            if X8:
-                some_of_it *= tl.load(ux_scale + unit * x_scale_column, mask=there & ux_some, other=0.0)
+            some_of_it *= tl.load(ux_scale + unit * x_scale_column, mask=there & ux_some, other=0.0)
             total += some_of_it
         else:
             total = add_product(total, w, y)

@@ -120,7 +120,6 @@ def product(
     x_some = x_token >= 0
 
     if ROWED:
-        COUNT: tl.constexpr = 2 * PAIRS if E2M1 else 1
         BLOCK: tl.constexpr = 16 if E2M1 else 32
         SSTEP: tl.constexpr = COLUMNS // BLOCK
         s_rows, s_at = scales_of(
@@ -149,7 +148,7 @@ def product(
         tile = tl.load(x_from, mask=(x_at < k) & x_some, other=0)
     scales = 0
     if ROWED:
-        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN)
+        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, EVEN)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
         current, x_tile, s_current = code, tile, scales
@@ -167,9 +166,7 @@ def product(
             tile = tl.load(x_from + following * (COLUMNS * x_column), mask=mask, other=0)
         if ROWED:
             left = s_left - following * SSTEP
-            scales = read_scales(
-                s_from + following * s_stride, left, s_some, scale_column, E2M1, WORDS, COUNT, EVEN
-            )
+            scales = read_scales(s_from + following * s_stride, left, s_some, scale_column, E2M1, WORDS, EVEN)
         # x first, so that its way through shared memory begins before the weights are decoded.
         y = _columns_of_x(x_tile, E2M1, TOKENS, PAIRS, GROUPS) if DENSE else x_tile
         w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, 16, PAIRS, GROUPS, HARDWARE)

@@ -14,16 +14,16 @@ from olq.kernels.plan_shares import Narrow, Wide, chosen, columns_of, narrow, ro
 from olq.kernels.shapes import SCRATCH, Launch, Plan, place_of
 
 _INT32 = 1 << 31
-_WIDE = 1 << 30
+_ALL_ROWS = 1 << 30
 """Of a unit that has all rows."""
 
 _UNIT = 64
 """Columns of a scale that stands on the sum of a step: a multiple of these."""
 
-_BLOCKS = 32
+_LONGEST_BLOCK = 32
 """Columns of the longest block."""
 
-_BLOCK = 1024
+_ADDED = 1024
 """Columns of the result for which a program adds shares."""
 
 
@@ -63,7 +63,7 @@ def _refusal(
     if m > row_limit(name):
         way = "torch's product is" if name == "fp8 codes" else "decoded bands are"
         return f"x has {m} rows, and from {row_limit(name) + 1} on {way} faster"
-    if max(sum(parts), (k + _BLOCKS) * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
+    if max(sum(parts), (k + _LONGEST_BLOCK) * max(abs(x.stride(1)), 1), m * sum(parts)) >= _INT32:
         return "its rows and columns need 64 bits"
     if any(s.dim() == 2 and (s.shape[1] - 1) * s.stride(1) >= _INT32 for s in scales):
         return "columns of its scales need 64 bits"
@@ -114,15 +114,15 @@ class _Call:
     def plan(self, pieces: Iterator[tuple[int, int, int, int]]) -> Plan:
         """Launches for rows of one part each, or of parts that lie side by side: see `merged`."""
         codes_a_byte = 2 if self.constants["E2M1"] else 1
-        share, columns = columns_of(chosen(self.name, len(self.x)), codes_a_byte, self.unit[1])
-        if isinstance(share, Narrow):
-            return Plan(tuple(self._narrow(share, columns, *piece) for piece in pieces))
-        return self._wide(share, columns, tuple(pieces))
+        division, columns = columns_of(chosen(self.name, len(self.x)), codes_a_byte, self.unit[1])
+        if isinstance(division, Narrow):
+            return Plan(tuple(self._narrow(division, columns, *piece) for piece in pieces))
+        return self._wide(division, columns, tuple(pieces))
 
-    def _narrow(self, share: Narrow, columns: int, part: int, row: int, n: int, column: int) -> Launch:
+    def _narrow(self, division: Narrow, columns: int, part: int, row: int, n: int, column: int) -> Launch:
         m, k = self.x.shape
-        share, tokens = narrow(share, columns, m, n, k)
-        steps = -(-k // (share.splits * columns))
+        division, tokens = narrow(division, columns, m, n, k)
+        steps = -(-k // (division.splits * columns))
         numbers = (
             *(m, n, k, row, column, part * self.scale_2),
             *self.x.stride(),
@@ -131,44 +131,44 @@ class _Call:
             self.out.stride(0),
         )
         tiling = {
-            "SPLITS": share.splits,
-            "BANDS": share.bands,
+            "SPLITS": division.splits,
+            "BANDS": division.bands,
             "TOKENS": tokens,
-            "ROWS": share.rows,
-            "PAIRS": share.pairs,
-            "GROUPS": share.groups,
+            "ROWS": division.rows,
+            "PAIRS": division.pairs,
+            "GROUPS": division.groups,
             "STEPS": steps,
             "UNIT_STEPS": max(self.unit[1] // columns, 1),
-            "AHEAD": share.ahead,
-            "XAHEAD": share.xahead,
-            "UNROLL": share.unroll,
-            "EVEN": k == share.splits * steps * columns,
+            "AHEAD": division.ahead,
+            "XAHEAD": division.xahead,
+            "UNROLL": division.unroll,
+            "EVEN": k == division.splits * steps * columns,
         }
         return Launch(
             "linear_small.product",
             self.operands,
             numbers,
             {**self.constants, **tiling},
-            (-(-n // (share.bands * share.rows)), 1, 1),
-            share.splits * share.bands,
-            _options(share),
+            (-(-n // (division.bands * division.rows)), 1, 1),
+            division.splits * division.bands,
+            _options(division),
             waits=True,
         )
 
-    def _wide(self, share: Wide, columns: int, pieces: tuple[tuple[int, int, int, int], ...]) -> Plan:
+    def _wide(self, division: Wide, columns: int, pieces: tuple[tuple[int, int, int, int], ...]) -> Plan:
         (m, k), width = self.x.shape, self.out.shape[1]
-        shares, steps, tokens = wide(share, columns, m, width, k)
+        shares, steps, tokens = wide(division, columns, m, width, k)
         x, _, *weight, bias, out = self.operands
         whole = shares == 1
         tiling = {
             "SHARES": shares,
-            "WARPS": share.warps,
+            "WARPS": division.warps,
             "TOKENS": tokens,
-            "PAIRS": share.pairs,
-            "GROUPS": share.groups,
+            "PAIRS": division.pairs,
+            "GROUPS": division.groups,
             "STEPS": steps,
             "UNIT_STEPS": max(self.unit[1] // columns, 1),
-            "UNROLL": share.unroll,
+            "UNROLL": division.unroll,
             "EVEN": k == shares * steps * columns,
         }
         constants = {name: value for name, value in self.constants.items() if name != "X8"}
@@ -184,9 +184,9 @@ class _Call:
                     *((self.out.stride(0), 0) if whole else (width, m * width)),
                 ),
                 {**constants, **tiling},
-                (-(-n // (16 * share.warps)) * shares, -(-m // tokens), 1),
-                share.warps,
-                _options(share),
+                (-(-n // (16 * division.warps)) * shares, -(-m // tokens), 1),
+                division.warps,
+                _options(division),
                 waits=True,
             )
             for part, row, n, column in pieces
@@ -197,8 +197,8 @@ class _Call:
             "linear_wide.add",
             (SCRATCH, bias, out),
             (width, self.out.stride(0), m * width),
-            {"BIAS": constants["BIAS"], "SHARES": shares, "BLOCK": _BLOCK},
-            (-(-width // _BLOCK), m, 1),
+            {"BIAS": constants["BIAS"], "SHARES": shares, "BLOCK": _ADDED},
+            (-(-width // _ADDED), m, 1),
             4,
             waits=True,
         )
@@ -209,9 +209,9 @@ class _Call:
         return self.codes.stride(0), part * self.part_stride, *self.scale, self.unit[0]
 
 
-def _options(share: Narrow | Wide) -> dict[str, int]:
+def _options(division: Narrow | Wide) -> dict[str, int]:
     """Of Triton's compiler."""
-    return {"num_stages": 1, **({"maxnreg": share.registers} if share.registers else {})}
+    return {"num_stages": 1, **({"maxnreg": division.registers} if division.registers else {})}
 
 
 def _constants(
@@ -255,7 +255,7 @@ def _float32_scales(
         codes,
         out,
         (scale.stride(0), scale.stride(1) if scale.dim() == 2 else 0),
-        (rows or _WIDE, 0 if whole else columns),
+        (rows or _ALL_ROWS, 0 if whole else columns),
         _constants("whole" if whole else "units", bias, x8=x_scale is not None),
         x_scale=x_strides,
         part_stride=0 if rows else scale.stride(0),
@@ -352,7 +352,7 @@ def matmul_nvfp4(
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)
-    aligned = scale.data_ptr() % 4 == 0 and place[0] % 4 == 0 and scale.shape[1] % 4 == 0
+    aligned = scale.data_ptr() % 2 == 0 and place[0] % 2 == 0 and scale.shape[1] % 2 == 0
     call = _Call(
         "nvfp4",
         (1, 1, 2, 3, 4, 5 if bias is not None else 1, 0),

@@ -13,6 +13,11 @@ _WARPS = 1024
 """Warps of all programs, likewise."""
 
 _MOST_WARPS = 16
+"""Of a program."""
+
+_MOST_SHARES = 16
+"""Of the columns, for `Wide`."""
+
 _TOKENS = 8
 """The narrowest product of the tensor cores."""
 
@@ -31,8 +36,8 @@ class Narrow:
         splits: shares of the columns.
         bands: bands of rows.
         rows: of a band.
-        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times so a step. With
-            scales in w' a step has 128 columns or more, whose scales fill places of four.
+        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, E2M1 codes once, and `groups` times
+            so a step. With scales in w' a step has 128 columns or more, whose scales fill places of four.
         ahead: steps that codes are asked for before they are multiplied, 1 or 2.
         xahead: whether x is asked for a step ahead.
         registers: at most, a thread; 0 is the compiler's choice.
@@ -61,7 +66,7 @@ class Wide:
     unroll: int = 1
 
 
-_Share = TypeVar("_Share", Narrow, Wide)
+_Division = TypeVar("_Division", Narrow, Wide)
 NARROW = {
     "fp8": {4: Narrow(4, 1, 16, pairs=2, groups=2, xahead=True)},
     "mxfp8": {4: Narrow(4, 1, 16, pairs=2, groups=2), 8: Narrow(8, 1, 32, pairs=2, groups=1)},
@@ -112,36 +117,36 @@ def chosen(name: str, m: int) -> Narrow | Wide:
     return every[next(rows for rows in sorted(every) if m <= rows)]
 
 
-def columns_of(share: _Share, codes_a_byte: int, unit: int) -> tuple[_Share, int]:
-    """(the share, columns of its step), narrower where a scale for `unit` columns stands on a step's sum; 0: none."""
-    columns = 64 * share.pairs * share.groups * codes_a_byte
+def columns_of(division: _Division, codes_a_byte: int, unit: int) -> tuple[_Division, int]:
+    """(the division, columns of its step), narrower where a scale for `unit` columns stands on a step's sum."""
+    columns = 64 * division.pairs * division.groups * codes_a_byte
     if unit and unit % columns:
-        return replace(share, pairs=1, groups=1), 64 * codes_a_byte
-    return share, columns
+        return replace(division, pairs=1, groups=1), 64 * codes_a_byte
+    return division, columns
 
 
-def narrow(share: Narrow, columns: int, m: int, n: int, k: int) -> tuple[Narrow, int]:
+def narrow(division: Narrow, columns: int, m: int, n: int, k: int) -> tuple[Narrow, int]:
     """(how warps divide the work, tokens that a program computes)."""
-    splits, bands = share.splits, share.bands
-    while bands > 1 and -(-n // (bands * share.rows)) < _MANY:
+    splits, bands = division.splits, division.bands
+    while bands > 1 and -(-n // (bands * division.rows)) < _MANY:
         bands, splits = bands // 2, splits * 2
     while splits > 1 and splits // 2 * columns >= k:
         splits //= 2
     while (
         2 * splits * bands <= _MOST_WARPS
-        and -(-n // (bands * share.rows)) * bands * splits < _WARPS
+        and -(-n // (bands * division.rows)) * bands * splits < _WARPS
         and 2 * splits * columns <= k
     ):
         splits *= 2
-    return replace(share, splits=splits, bands=bands), max(1 << (m - 1).bit_length(), _TOKENS)
+    return replace(division, splits=splits, bands=bands), max(1 << (m - 1).bit_length(), _TOKENS)
 
 
-def wide(share: Wide, columns: int, m: int, n: int, k: int) -> tuple[int, int, int]:
+def wide(division: Wide, columns: int, m: int, n: int, k: int) -> tuple[int, int, int]:
     """(shares of the columns, steps of each, tokens that a program computes), for n rows of all parts."""
     tokens = min(max(1 << (m - 1).bit_length(), 2 * _TOKENS), _WIDEST)
-    warps = -(-n // (16 * share.warps)) * share.warps * -(-m // tokens)
+    warps = -(-n // (16 * division.warps)) * division.warps * -(-m // tokens)
     shares = 1
-    while 2 * shares <= _MOST_WARPS and 2 * shares * warps <= _WIDE_WARPS and 2 * shares * columns <= k:
+    while 2 * shares <= _MOST_SHARES and 2 * shares * warps <= _WIDE_WARPS and 2 * shares * columns <= k:
         shares *= 2
     every = -(-k // columns)
     steps = -(-every // shares)

@@ -1,4 +1,4 @@
-"""Kernels of products compile for GPUs that are not here: what Triton's interpreter can't say. Needs no GPU."""
+"""Kernels of products compile for GPUs that are not here, with the Triton that is: what its interpreter can't say."""
 
 import pytest
 import torch
@@ -38,15 +38,41 @@ def compiled(one: Launch, tensors: list[torch.Tensor], capability: int) -> objec
     return triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.parametrize(("way", "capability"), [("dense", 80), ("dense", 90), ("steps", 90), ("dense", 100)])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("m", "k"), [(1, 512), (9, 512), (40, 300)])
-def test_products_compile(form, m, k, way, capability):
-    weight = make(form, [64], k)
-    x = torch.zeros(m, 2 * k, dtype=torch.bfloat16)[:, :: 2 if way == "steps" else 1][:, :k]
-    args = (x.new_empty(m, 64), *weight.args(x, torch.zeros(64, dtype=x.dtype)))
-    plan = plans.plan(weight.operator, args)
-    assert isinstance(plan, Plan)
+def compile_all(operator: str, args: tuple[object, ...], capability: int) -> list[str]:
+    """Compile what a call launches; the kernels' names."""
+    plan = plans.plan(operator, args)
+    assert isinstance(plan, Plan), plan
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     for one in plan.launches:
         assert "cubin" in compiled(one, tensors, capability).asm
+    return [one.kernel for one in plan.launches]
+
+
+WAYS = [
+    ("dense", torch.bfloat16, 80),
+    ("dense", torch.bfloat16, 90),
+    ("dense", torch.float16, 90),
+    ("steps", torch.bfloat16, 90),
+    ("dense", torch.bfloat16, 100),
+]
+
+
+@pytest.mark.parametrize(("way", "dtype", "capability"), WAYS, ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("m", "k"), [(1, 512), (9, 512), (40, 300)])
+def test_products_compile(form, m, k, way, dtype, capability):
+    weight = make(form, [64], k)
+    x = torch.zeros(m, 2 * k, dtype=dtype)[:, :: 2 if way == "steps" else 1][:, :k]
+    args = (x.new_empty(m, 64), *weight.args(x, torch.zeros(64, dtype=dtype)))
+    assert compile_all(weight.operator, args, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("form", ["fp8 channel", "fp8 block"])
+@pytest.mark.parametrize("m", [1, 9])
+def test_products_of_codes_compile(form, m, capability):
+    weight = make(form, [64], 512)
+    x, s = torch.zeros(m, 512, dtype=torch.uint8), torch.ones(m, 4 if form == "fp8 block" else 1)
+    out = torch.empty(m, 64, dtype=torch.bfloat16)
+    args = (x, s, *weight.tensors, None, [64], [0], *weight.rest, out)
+    assert compile_all("multiply_codes_fp8_", args, capability) == ["linear_small.product"]

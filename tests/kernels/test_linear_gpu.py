@@ -8,7 +8,8 @@ from torch import Tensor
 
 from numerics.cases import OPS
 from olq import kernels
-from olq.kernels import plan_shares
+from olq.kernels import plan_shares, plans
+from olq.kernels.shapes import Plan
 from olq.ops import linear
 
 pytestmark = [pytest.mark.cuda, pytest.mark.unaudited(reason="launches are repeated without Triton's front")]
@@ -88,14 +89,31 @@ def test_no_product_waits_for_the_gpu(m):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_bands_take_bounded_memory():
-    *_, args = on_gpu("mxfp8 linear", 64, [6000], 2048)
+def peak(args: list[object]) -> tuple[int, Tensor]:
+    """Bytes that a product of mxfp8 takes at most, its result among them; and the result."""
     OPS.matmul_mxfp8(*args)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = OPS.matmul_mxfp8(*args)
-    assert torch.cuda.max_memory_allocated() - before <= linear.BAND_BYTES + y.numel() * 2 + 4096
+    return torch.cuda.max_memory_allocated() - before, y
+
+
+def test_bands_take_bounded_memory():
+    weight, x, _, args = on_gpu("mxfp8 linear", plan_shares.row_limit("mxfp8") + 1, [6000], 2048)
+    out = torch.empty(len(x), 6000, dtype=x.dtype, device="cuda")
+    assert "decoded bands are faster" in kernels.path(weight.operator, out, *args).reason
+    most, y = peak(args)
+    assert most <= linear.BAND_BYTES + y.numel() * 2 + 4096
+
+
+def test_shares_take_four_bytes_an_element_each():
+    weight, x, _, args = on_gpu("mxfp8 linear", 64, [6000], 2048)
+    plan = plans.plan(weight.operator, (torch.empty(64, 6000, dtype=x.dtype, device="cuda"), *args))
+    assert isinstance(plan, Plan)
+    assert plan.scratch == plan.launches[0].constants["SHARES"] * 64 * 6000
+    most, y = peak(args)
+    assert most <= 4 * plan.scratch + y.numel() * 2 + 4096
 
 
 def test_a_second_call_is_launched_without_tritons_front():
