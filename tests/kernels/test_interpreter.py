@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("kernels/test_batch", 30),
         ("kernels/test_dummy", 70),
         ("kernels/test_product", 15),
-        ("kernels/test_linear", 75),
+        ("kernels/test_linear", 200),
         ("kernels/test_codes", 13),
         ("reload/test_repeat", 25),
         ("reload/test_repeat_attacks", 20),
