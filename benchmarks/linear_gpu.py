@@ -85,7 +85,7 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
     """One number of rows of x."""
     x = torch.randn(m, SHAPE[1], dtype=torch.bfloat16, device="cuda")
     memory = torch.empty(2, 1 << 29, dtype=torch.bfloat16, device="cuda").random_(0, 3)
-    most = _CALLS if m <= 256 else 1
+    least = _CALLS if m <= 256 else 1
 
     def one(weight: tuple[Tensor, ...]) -> Callable[[], object]:
         return lambda: case.call(x, weight)
@@ -94,8 +94,8 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
         return lambda: functional.linear(x, w)
 
     runs = {
-        "olq": repeated([one(w) for w in weights], most),
-        "linear": repeated([other(w) for w in plain], most),
+        "olq": repeated([one(w) for w in weights], least),
+        "linear": repeated([other(w) for w in plain], least),
         "copy": (lambda: memory[1].copy_(memory[0]), 1),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -129,7 +129,6 @@ def verified(rows: Sequence[Row], marked: Sequence[str] = ()) -> str:
                     for group in commits[1:]
                 ),
             )
-            notes = [(group, row) for group in commits[1:] for row in group if row.get("note")]
-            for group, row in notes:
-                out += prose(f"{text(str(group[-1].get('commit'))[:7])}: {text(row['note'])}")
+            for row in (row for group in commits[1:] for row in group if row.get("note")):
+                out += prose(f"{text(str(row.get('commit'))[:7])}: {text(row['note'])}")
     return "\n".join(out).rstrip("\n") + "\n"

@@ -251,6 +251,8 @@ def test_a_note_is_shown():
     ]
     page = verified(rows)
     assert "7 passed, 0 failed, 0 skipped.\n\nOne \\*failed\\* once.\n" in page
+    page = verified([*rows, record("bbb", 11, {})])
+    assert "| aaa | 2026-11-30 10:00:00 UTC | 7 | 0 | 0 |\n\naaa: One \\*failed\\* once.\n" in page
 
 
 def test_records_that_nobody_knows_break_nothing():

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from olq.kernels.linear_decode import SMALLER, add_product, e4m3_values, narrow
-from olq.kernels.linear_weights import ask, kept, places, read_scales, scales_of, weights, words_of
+from olq.kernels.linear_decode import add_product, e4m3_values, narrow
+from olq.kernels.linear_weights import ask, kept, read_scales, scaled_sum, scales_of, weights, words_of
 
 
 @triton.jit
@@ -140,16 +140,11 @@ def product(
     x_some = token >= 0
 
     if ROWED:
-        BLOCK: tl.constexpr = 16 if E2M1 else 32
-        SSTEP: tl.constexpr = COLUMNS // BLOCK
-        s_rows, s_at = scales_of(
-            row, band, n, scale_column, E2M1, SWIZZLED, SPLITS, BANDS, ROWS, PAIRS, GROUPS, STEPS
-        )
-        s_left = (k + BLOCK - 1) // BLOCK - s_at
-        s_from = scale + places(s_rows, s_at, scale_row, scale_column, SWIZZLED)
-        s_some = s_rows >= 0
-        # Swizzled, a tile has 4 places side by side, and 512 bytes.
-        s_stride = SSTEP // 4 * 512 if SWIZZLED else SSTEP * scale_column
+        SSTEP: tl.constexpr = COLUMNS // (16 if E2M1 else 32)
+        s_from, s_left, s_some, s_stride = scales_of(
+            scale, row, band, n, k, 0, scale_row, scale_column, E2M1, SWIZZLED, SPLITS, BANDS, ROWS, PAIRS, GROUPS,
+            STEPS,
+        )  # fmt: skip
     if SCALES == "units":  # [WARPS, ROWS, 1], and of x [WARPS, 1, TOKENS]
         u_first = (tl.arange(0, WARPS) // BANDS * STEPS)[:, None, None]
         u_rows = (
@@ -228,15 +223,11 @@ def product(
     total = tl.sum(tl.reshape(total, (SPLITS, BANDS * ROWS, TOKENS)), 0)
     local = band + tl.arange(0, BANDS * ROWS)
     tokens = tl.arange(0, TOKENS)
-    if SCALES == "whole":
-        rows_of_scale = (row + tl.minimum(local, n - 1)) // unit_rows
-        total *= tl.load(scale + scale_start + rows_of_scale.to(tl.int64) * scale_row)[:, None]
-        if X8:
-            total *= tl.load(x_scale + tl.minimum(tokens, m - 1).to(tl.int64) * x_scale_row)[None, :]
-    if E2M1:
-        s2 = tl.load(scale_2 + part)
-        # Powers of two go where nothing overflows.
-        total = tl.where(s2 < 1.0, total * (s2 * (1.0 / SMALLER)), total * (1.0 / SMALLER) * s2)
+    total = scaled_sum(
+        total, scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1, SCALES
+    )
+    if X8 and SCALES == "whole":
+        total *= tl.load(x_scale + tl.minimum(tokens, m - 1).to(tl.int64) * x_scale_row)[None, :]
     if BIAS:
         total += tl.load(bias + column + local, mask=local < n, other=0.0).to(tl.float32)[:, None]
     to = out + tokens.to(tl.int64)[None, :] * out_row + (column + local)[:, None]

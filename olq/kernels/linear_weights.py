@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from olq.kernels.linear_decode import (
+    SMALLER,
     e2m1_values,
     e4m3_scaled,
     e4m3_values,
@@ -76,11 +77,25 @@ def kept(codes, left, CODES: tl.constexpr):
 
 
 @triton.jit
+def _places(rows, columns, row_stride, column_stride, SWIZZLED: tl.constexpr):
+    """Offsets of scale bytes, given their rows and columns; `row_stride` of swizzled places: the tensor's width."""
+    if SWIZZLED:
+        tile = rows // 128 * (row_stride // 4) + columns // 4
+        return tile.to(tl.int64) * 512 + (rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4)
+    return rows.to(tl.int64) * row_stride + columns * column_stride
+
+
+@triton.jit
 def scales_of(
-    row, band, n, scale_column, E2M1: tl.constexpr, SWIZZLED: tl.constexpr, SPLITS: tl.constexpr,
-    BANDS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr,
+    scale, row, band, n, k, first, scale_row, scale_column, E2M1: tl.constexpr, SWIZZLED: tl.constexpr,
+    SPLITS: tl.constexpr, BANDS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(rows, columns of scales) of the first step, as for `words_of`."""
+    """(addresses, scales left, a mask, way to the next step's) of a step that has `first` others before it.
+
+    As for `words_of`. The mask is true, and has the rows' shape.
+    """
+    BLOCK: tl.constexpr = 16 if E2M1 else 32
     STEP: tl.constexpr = GROUPS * 8 if E2M1 else GROUPS * 2 * PAIRS
     t = tl.arange(0, 4)[:, None, None, None, None, None]
     eights = tl.arange(0, 8)[None, :, None, None, None, None]
@@ -92,16 +107,11 @@ def scales_of(
     # Swizzled, scale_column is 1, which the compiler does not know: it shall not read threads' scales together.
     t = t * scale_column if SWIZZLED else t
     columns = (group * 4 + t) * 2 if E2M1 else group * (2 * PAIRS) + t * PAIRS // 2
-    return rows, columns + warp // BANDS * (STEPS * STEP)
-
-
-@triton.jit
-def places(rows, columns, row_stride, column_stride, SWIZZLED: tl.constexpr):
-    """Offsets of scale bytes, given their rows and columns; `row_stride` of swizzled places: the tensor's width."""
-    if SWIZZLED:
-        tile = rows // 128 * (row_stride // 4) + columns // 4
-        return tile.to(tl.int64) * 512 + (rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4)
-    return rows.to(tl.int64) * row_stride + columns * column_stride
+    columns += warp // BANDS * (STEPS * STEP) + first * STEP
+    from_ = scale + _places(rows, columns, scale_row, scale_column, SWIZZLED)
+    # Swizzled, a tile has 4 places side by side, and 512 bytes.
+    stride = STEP // 4 * 512 if SWIZZLED else STEP * scale_column
+    return from_, (k + BLOCK - 1) // BLOCK - columns, rows >= 0, stride
 
 
 @triton.jit
@@ -145,3 +155,19 @@ def weights(
     else:
         w = e4m3_values(codes, DTYPE, HARDWARE)
     return tl.reshape(w, (4, 2, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS, 4 if E2M1 else 2, 2, 2))
+
+
+@triton.jit
+def scaled_sum(
+    total, scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """Sums [rows, tokens] times the scales that stand on them; `local` are the part's rows, from `n` on the last."""
+    if SCALES == "whole":
+        rows = (row + tl.minimum(local, n - 1)) // unit_rows
+        total *= tl.load(scale + scale_start + rows.to(tl.int64) * scale_row)[:, None]
+    if E2M1:
+        s2 = tl.load(scale_2 + part)
+        # Powers of two go where nothing overflows.
+        total = tl.where(s2 < 1.0, total * (s2 * (1.0 / SMALLER)), total * (1.0 / SMALLER) * s2)
+    return total

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from olq.kernels.linear_decode import SMALLER, add_product, narrow
-from olq.kernels.linear_weights import ask, kept, places, read_scales, scales_of, weights, words_of
+from olq.kernels.linear_decode import add_product, narrow
+from olq.kernels.linear_weights import ask, kept, read_scales, scaled_sum, scales_of, weights, words_of
 
 
 @triton.jit
@@ -120,16 +120,10 @@ def product(
     x_some = x_token >= 0
 
     if ROWED:
-        BLOCK: tl.constexpr = 16 if E2M1 else 32
-        SSTEP: tl.constexpr = COLUMNS // BLOCK
-        s_rows, s_at = scales_of(
-            row, band, n, scale_column, E2M1, SWIZZLED, 1, WARPS, 16, PAIRS, GROUPS, STEPS
-        )
-        s_at += first * SSTEP
-        s_left = (k + BLOCK - 1) // BLOCK - s_at
-        s_from = scale + places(s_rows, s_at, scale_row, scale_column, SWIZZLED)
-        s_some = s_rows >= 0
-        s_stride = SSTEP // 4 * 512 if SWIZZLED else SSTEP * scale_column
+        SSTEP: tl.constexpr = COLUMNS // (16 if E2M1 else 32)
+        s_from, s_left, s_some, s_stride = scales_of(
+            scale, row, band, n, k, first, scale_row, scale_column, E2M1, SWIZZLED, 1, WARPS, 16, PAIRS, GROUPS, STEPS
+        )  # fmt: skip
     local = band + tl.arange(0, ROWS)
     if SCALES == "units":
         u_scale = (
@@ -181,13 +175,9 @@ def product(
     if EARLY:
         gdc_launch_dependents()
 
-    if SCALES == "whole":
-        rows_of_scale = (row + tl.minimum(local, n - 1)) // unit_rows
-        total *= tl.load(scale + scale_start + rows_of_scale.to(tl.int64) * scale_row)[:, None]
-    if E2M1:
-        s2 = tl.load(scale_2 + part)
-        # Powers of two go where nothing overflows.
-        total = tl.where(s2 < 1.0, total * (s2 * (1.0 / SMALLER)), total * (1.0 / SMALLER) * s2)
+    total = scaled_sum(
+        total, scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1, SCALES
+    )
     to = out + tokens.to(tl.int64)[None, :] * out_row + (column + local)[:, None]
     mask = (tokens < m)[None, :] & (local < n)[:, None]
     if SHARES == 1:

@@ -96,7 +96,7 @@ class _Call:
         unit: rows of a scale, and columns of one that stands on the sum of a step; 0 if none does.
         part_stride: of scales that each part has one of, else 0.
         scale_2: stride from one part's to the next.
-        constants: the kernel's first ones.
+        constants: those that both kernels have of the weight and the bias.
     """
 
     name: str
@@ -131,18 +131,14 @@ class _Call:
             self.out.stride(0),
         )
         tiling = {
+            "X8": self.x.dtype == torch.uint8,
             "SPLITS": division.splits,
             "BANDS": division.bands,
             "TOKENS": tokens,
             "ROWS": division.rows,
-            "PAIRS": division.pairs,
-            "GROUPS": division.groups,
-            "STEPS": steps,
-            "UNIT_STEPS": max(self.unit[1] // columns, 1),
             "AHEAD": division.ahead,
             "XAHEAD": division.xahead,
-            "UNROLL": division.unroll,
-            "EVEN": k == division.splits * steps * columns,
+            **self._walk(division, division.splits, steps, columns),
         }
         return Launch(
             "linear_small.product",
@@ -164,15 +160,9 @@ class _Call:
             "SHARES": shares,
             "WARPS": division.warps,
             "TOKENS": tokens,
-            "PAIRS": division.pairs,
-            "GROUPS": division.groups,
-            "STEPS": steps,
-            "UNIT_STEPS": max(self.unit[1] // columns, 1),
-            "UNROLL": division.unroll,
-            "EVEN": k == shares * steps * columns,
+            "DENSE": self.x.stride(1) == 1,
+            **self._walk(division, shares, steps, columns),
         }
-        constants = {name: value for name, value in self.constants.items() if name != "X8"}
-        constants["DENSE"] = self.x.stride(1) == 1
         launches = [
             Launch(
                 "linear_wide.product",
@@ -183,7 +173,7 @@ class _Call:
                     *self._of_weight(part),
                     *((self.out.stride(0), 0) if whole else (width, m * width)),
                 ),
-                {**constants, **tiling},
+                {**self.constants, **tiling},
                 (-(-n // (16 * division.warps)) * shares, -(-m // tokens), 1),
                 division.warps,
                 _options(division),
@@ -197,12 +187,23 @@ class _Call:
             "linear_wide.add",
             (SCRATCH, bias, out),
             (width, self.out.stride(0), m * width),
-            {"BIAS": constants["BIAS"], "SHARES": shares, "BLOCK": _ADDED},
+            {"BIAS": self.constants["BIAS"], "SHARES": shares, "BLOCK": _ADDED},
             (-(-width // _ADDED), m, 1),
             4,
             waits=True,
         )
         return Plan((*launches, add), shares * m * width)
+
+    def _walk(self, division: Narrow | Wide, shares: int, steps: int, columns: int) -> dict[str, object]:
+        """Constants of the way along the columns: so many shares of them, in steps."""
+        return {
+            "PAIRS": division.pairs,
+            "GROUPS": division.groups,
+            "STEPS": steps,
+            "UNIT_STEPS": max(self.unit[1] // columns, 1),
+            "UNROLL": division.unroll,
+            "EVEN": self.x.shape[1] == shares * steps * columns,
+        }
 
     def _of_weight(self, part: int) -> tuple[int, ...]:
         """The stride of codes; of scales the first, both strides, and the rows of one."""
@@ -215,14 +216,13 @@ def _options(division: Narrow | Wide) -> dict[str, int]:
 
 
 def _constants(
-    scales: str, bias: Tensor | None, e2m1: bool = False, swizzled: bool = False, words: bool = False, x8: bool = False
-) -> dict[str, object]:  # fmt: skip
+    scales: str, bias: Tensor | None, e2m1: bool = False, swizzled: bool = False, words: bool = False
+) -> dict[str, object]:
     return {
         "E2M1": e2m1,
         "SCALES": scales,
         "SWIZZLED": swizzled,
         "WORDS": words,
-        "X8": x8,
         "BIAS": bias is not None,
     }
 
@@ -256,7 +256,7 @@ def _float32_scales(
         out,
         (scale.stride(0), scale.stride(1) if scale.dim() == 2 else 0),
         (rows or _ALL_ROWS, 0 if whole else columns),
-        _constants("whole" if whole else "units", bias, x8=x_scale is not None),
+        _constants("whole" if whole else "units", bias),
         x_scale=x_strides,
         part_stride=0 if rows else scale.stride(0),
     )

@@ -18,9 +18,7 @@ from olq.kernels.rounding import e4m3, fp8_scale, larger, largest, nvfp4_tensor_
 
 
 @triton.jit
-def _place(
-    tile, across, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+def _place(tile, across, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
     """(first row, first column, which elements are there) of a tile."""
     down = 0 if LINE else tile // across
     row = tl.cast(down, tl.int64) * ROWS
@@ -82,20 +80,14 @@ def amax_partials(
     running = tl.zeros((ROWS, COLUMNS), tl.float32)
     tile = program
     # No range: one over numbers of a kernel fails in Triton 3.6's interpreter with NumPy 2.4.
-    while tile < fleeting:
-        x = _tile(
-            source, local, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL,
-            HARDWARE, True,
-        )  # fmt: skip
-        running = larger(running, tl.abs(x), HARDWARE)
-        tile += programs
-    while tile < tiles:
-        x = _tile(
-            source, local, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE, FULL,
-            HARDWARE, False,
-        )  # fmt: skip
-        running = larger(running, tl.abs(x), HARDWARE)
-        tile += programs
+    for late in tl.static_range(2):
+        while tile < (tiles if late else fleeting):
+            x = _tile(
+                source, local, tile, across, n, k, source_row, source_column, THROUGH, LARGEST, ROWS, COLUMNS, LINE,
+                FULL, HARDWARE, not late,
+            )  # fmt: skip
+            running = larger(running, tl.abs(x), HARDWARE)
+            tile += programs
     if EARLY:
         gdc_launch_dependents()
     amax = largest(largest(running, 1, HARDWARE)[None, :], 1, HARDWARE)

@@ -38,6 +38,7 @@ def test_launches_cover_every_row_and_column_once(form, m, parts, k):
     assert isinstance(found, Plan), found
     *products, last = found.launches
     if last.kernel == "linear_wide.add":
+        assert last.waits
         assert last.numbers[0] == sum(parts) <= last.grid[0] * last.constants["BLOCK"]
         assert last.grid[1] == m
         assert last.warps * 32 * 8 == last.constants["BLOCK"]
@@ -59,6 +60,7 @@ def test_launches_cover_every_row_and_column_once(form, m, parts, k):
             programs //= splits
         assert programs * rows_a_program(c) >= n > (programs - 1) * rows_a_program(c)
         assert tokens * c["TOKENS"] >= m > (tokens - 1) * c["TOKENS"]
+        assert c["TOKENS"] >= 8
         columns = c["PAIRS"] * c["GROUPS"] * (128 if c["E2M1"] else 64) * splits * c["STEPS"]
         assert columns >= k
         assert c["EVEN"] == (columns == k)
