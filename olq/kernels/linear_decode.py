@@ -177,22 +177,25 @@ def _e2m1(dtype: str) -> str:
     return text + "}"
 
 
-def _factors(dtype: str) -> str:
-    """PTX: two pairs of equal factors from the two lower E4M3 bytes of the word after them."""
+def _factors(dtype: str, count: int) -> str:
+    """PTX: pairs of equal factors from the `count` lower E4M3 bytes of the word after them, lowest first."""
     power = {"bf16": 2.0 ** (126 - 12), "f16": 2.0 ** (14 - 12)}[dtype].hex()
     bits = (int(power.split("p")[1]) + 127) << 23
-    text = "{ .reg .b16 a, b, c, d; .reg .b32 r; .reg .f32 p; mov.b32 {a, b}, $2;"
-    text += "cvt.rn.f16x2.e4m3x2 r, a; mov.b32 {c, d}, r;"
-    for at, of in enumerate("cd"):
-        text += f"cvt.f32.f16 p, {of}; mul.rn.f32 p, p, 0f{bits:08X}; cvt.rn.{dtype}x2.f32 ${at}, p, p;"
+    text = f"{{ .reg .b16 a, b, c, d; .reg .b32 r; .reg .f32 p; mov.b32 {{a, b}}, ${count};"
+    for first, pair in zip(range(0, count, 2), "ab", strict=False):
+        text += f"cvt.rn.f16x2.e4m3x2 r, {pair}; mov.b32 {{c, d}}, r;"
+        for at, of in enumerate("cd", first):
+            text += f"cvt.f32.f16 p, {of}; mul.rn.f32 p, p, 0f{bits:08X}; cvt.rn.{dtype}x2.f32 ${at}, p, p;"
     return text + "}"
 
 
 _E2M1_BFLOAT16: tl.constexpr = tl.constexpr(_e2m1("bf16"))
 _E2M1_FLOAT16: tl.constexpr = tl.constexpr(_e2m1("f16"))
 _SIXTEEN: tl.constexpr = tl.constexpr("=h," * 16 + "l,r")
-_TWO_BFLOAT16: tl.constexpr = tl.constexpr(_factors("bf16"))
-_TWO_FLOAT16: tl.constexpr = tl.constexpr(_factors("f16"))
+_TWO_BFLOAT16: tl.constexpr = tl.constexpr(_factors("bf16", 2))
+_TWO_FLOAT16: tl.constexpr = tl.constexpr(_factors("f16", 2))
+_FOUR_BFLOAT16: tl.constexpr = tl.constexpr(_factors("bf16", 4))
+_FOUR_FLOAT16: tl.constexpr = tl.constexpr(_factors("f16", 4))
 
 
 @triton.jit
@@ -204,6 +207,20 @@ def two_factors(word, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
         return tl.join(f[0], f[1])
     else:
         return tl.join(e4m3_value(word & 255), e4m3_value((word >> 8) & 255))
+
+
+@triton.jit
+def four_factors(word, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """[..., 2, 2]: the same for the four bytes of int32 words; the last index is byte 0 or 1 of a half."""
+    if HARDWARE:
+        TEXT: tl.constexpr = _FOUR_FLOAT16 if tl.float16 == DTYPE else _FOUR_BFLOAT16
+        f = tl.inline_asm_elementwise(
+            TEXT, "=r,=r,=r,=r,r", [word], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+        return tl.join(tl.join(f[0], f[2]), tl.join(f[1], f[3]))
+    else:
+        low = tl.join(e4m3_value(word & 255), e4m3_value((word >> 16) & 255))
+        return tl.join(low, tl.join(e4m3_value((word >> 8) & 255), e4m3_value((word >> 24) & 255)))
 
 
 @triton.jit

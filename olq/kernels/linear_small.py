@@ -2,9 +2,10 @@
 
 Letters   m = rows of x (tokens); n, k = rows and columns of the weight's part; row, column = the part's first row in
           the kernel format, and in the result. *_row, *_column = strides in elements.
-Program   BANDS x ROWS rows of the weight times TOKENS tokens; those beyond m repeat the last. A warp has one band and
-          one of SPLITS shares of the columns: it walks STEPS tiles of COLUMNS, in the order of `linear_weights`. The
-          sums of all shares are added at the end, always in one order.
+Program   BANDS x ROWS rows of the weight times TOKENS tokens; for those beyond m the last is read again, or nothing
+          (MASKED, where x is not asked for ahead). A warp has one band and one of SPLITS shares of the columns: it
+          walks STEPS tiles of COLUMNS, in the order of `linear_weights`. The sums of all shares are added at the end,
+          always in one order.
 Ahead     codes are asked for AHEAD steps before they are multiplied, scales in w' one step, x XAHEAD steps. What is
           asked for waits where it is moved to another register: UNROLL steps of a loop's body move nothing between.
 Caches    codes are what a cache may lose first; without that they push x out of L1.
@@ -97,12 +98,14 @@ def product(
     UNIT_STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     XAHEAD: tl.constexpr,
+    MASKED: tl.constexpr,
     UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`scale_column` is not specialized where it is 1: the compiler shall not read the scales of threads together."""
+    tl.static_assert(not (MASKED and XAHEAD), "x that is asked for ahead is read for all tokens")
     DTYPE: tl.constexpr = tl.float16 if X8 else x.dtype.element_ty
     WARPS: tl.constexpr = SPLITS * BANDS
     CODES: tl.constexpr = 16 if E2M1 else 8  # a word
@@ -110,7 +113,7 @@ def product(
     COLUMNS: tl.constexpr = STRIP * CODES
     ROWED: tl.constexpr = (SCALES == "e8m0") or E2M1  # scales stand in w'
     band = tl.program_id(0) * (BANDS * ROWS)
-    rows, word = words_of(row, band, n, SPLITS, BANDS, ROWS, PAIRS, GROUPS, STEPS)
+    rows, word = words_of(row, band, n, SPLITS, BANDS, ROWS, PAIRS, GROUPS, STEPS, PAIRS)
     from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64) * (codes_row // 8) + word)
     some = rows >= 0  # always; a mask has to have the pointers' shape
 
@@ -135,12 +138,12 @@ def product(
         x_from = x
         XSTEP: tl.constexpr = COLUMNS
         x_stride, x_apart, XCODES = x_row, x_column, 1
-    token = tl.minimum(token, m - 1)
-    x_from += token.to(tl.int64) * x_stride + x_at * x_apart
-    x_some = token >= 0
+    x_from += tl.minimum(token, m - 1).to(tl.int64) * x_stride + x_at * x_apart
+    x_some = (token < m) & (x_at >= 0) if MASKED else token >= 0
 
     if ROWED:
         SSTEP: tl.constexpr = COLUMNS // (16 if E2M1 else 32)
+        COUNT: tl.constexpr = 2 * PAIRS if E2M1 else 1
         s_from, s_left, s_some, s_stride = scales_of(
             scale, row, band, n, k, 0, scale_row, scale_column, E2M1, SWIZZLED, SPLITS, BANDS, ROWS, PAIRS, GROUPS,
             STEPS,
@@ -173,7 +176,7 @@ def product(
         code_2 = tl.load(from_ + STRIP, mask=mask, other=0, eviction_policy="evict_first")
     scales = 0
     if ROWED:
-        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, EVEN)
+        scales = read_scales(s_from, s_left, s_some, scale_column, COUNT, WORDS, EVEN)
     tile = 0
     if XAHEAD:
         tile = tl.load(x_from) if EVEN else tl.load(x_from, mask=(x_at * XCODES < k) & x_some, other=0)
@@ -187,10 +190,10 @@ def product(
             else:
                 mask = x_some & ((x_at + following * XSTEP) * XCODES < k)
                 tile = tl.load(x_from + following * (XSTEP * x_apart), mask=mask, other=0)
-        elif EVEN:
+        elif EVEN and not MASKED:
             x_tile = tl.load(x_from + step * (XSTEP * x_apart))
         else:
-            mask = x_some & ((x_at + step * XSTEP) * XCODES < k)
+            mask = x_some if EVEN else x_some & ((x_at + step * XSTEP) * XCODES < k)
             x_tile = tl.load(x_from + step * (XSTEP * x_apart), mask=mask, other=0)
         current = code
         if not EVEN:
@@ -206,14 +209,14 @@ def product(
         if ROWED:
             more = s_some & (step + 1 < STEPS)
             left = s_left - (step + 1) * SSTEP
-            scales = read_scales(s_from + (step + 1) * s_stride, left, more, scale_column, E2M1, WORDS, EVEN)
+            scales = read_scales(s_from + (step + 1) * s_stride, left, more, scale_column, COUNT, WORDS, EVEN)
         w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, ROWS, PAIRS, GROUPS, HARDWARE)
         w = _rows_of_w(w, WARPS, ROWS, COLUMNS)
         y = _columns_of_x(x_tile, E2M1, X8, WARPS, TOKENS, PAIRS, GROUPS, HARDWARE)
         if SCALES == "units":
             some_of_it = add_product(tl.zeros((WARPS, ROWS, TOKENS), tl.float32), w, y)
             unit = (u_first + step) // UNIT_STEPS
-            there = unit * (UNIT_STEPS * COLUMNS) < k
+            there = (u_first + step) * COLUMNS < k  # else the sum is zero, and zero times an infinity is NaN
             some_of_it *= tl.load(u_scale + unit * scale_column, mask=there & u_some, other=0.0)
             some_of_it *= tl.load(ux_scale + unit * x_scale_column, mask=there & ux_some, other=0.0)
             total += some_of_it

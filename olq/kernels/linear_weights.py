@@ -1,9 +1,9 @@
 """Device functions: a program's part of a quantized weight, from memory to a product's operand. Imports triton.
 
 Order     a sum over columns may take them in any order, if both sides do. A thread reads 16 bytes of a row of codes at
-          a time, or of E4M3 PAIRS = 2 times as many, and its three neighbours the next ones, GROUPS times; what it
-          decodes is just what the tensor cores of Ampere and later want in this thread, so that weights never pass
-          through shared memory. x is read in that order too.
+          a time, or PAIRS = 2 times as many, and its three neighbours the next ones, GROUPS times; what it decodes
+          is just what the tensor cores of Ampere and later want in this thread, so that weights never pass through
+          shared memory. x is read in that order too.
 Words     int64 of 8 E4M3 or 16 E2M1 codes, [t w, eights, warp, sixteens, halves, pair, group]. t are four threads with
           w = 2 neighbouring words each; rows of the weight: eights are 8 neighbours, halves 2 of them, sixteens 16
           rows each. A warp has one of BANDS bands of ROWS rows, and one of SPLITS shares of the columns: STEPS times
@@ -21,6 +21,7 @@ from olq.kernels.linear_decode import (
     e4m3_scaled,
     e4m3_values,
     e8m0_factor,
+    four_factors,
     two_factors,
 )
 
@@ -52,16 +53,19 @@ def ask(
 @triton.jit
 def words_of(
     row, band, n, SPLITS: tl.constexpr, BANDS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    GROUPS: tl.constexpr, STEPS: tl.constexpr,
+    GROUPS: tl.constexpr, STEPS: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """(rows, words within a row) of the first step. Rows beyond the last of `n` repeat it."""
+    """(rows, words within a row) of the first step. Rows beyond the last of `n` repeat it.
+
+    Of PAIRS that a thread has side by side only the first TAKEN.
+    """
     STRIP: tl.constexpr = GROUPS * PAIRS * 8
     t_w = tl.arange(0, 8)[:, None, None, None, None, None, None]
     eights = tl.arange(0, 8)[None, :, None, None, None, None, None]
     warp = tl.arange(0, SPLITS * BANDS)[None, None, :, None, None, None, None]
     sixteens = tl.arange(0, ROWS // 16)[None, None, None, :, None, None, None] * 16
     halves = tl.arange(0, 2)[None, None, None, None, :, None, None] * 8
-    pair = tl.arange(0, PAIRS)[None, None, None, None, None, :, None]
+    pair = tl.arange(0, TAKEN)[None, None, None, None, None, :, None]
     group = tl.arange(0, GROUPS)[None, None, None, None, None, None, :]
     rows = row + tl.minimum(band + warp % BANDS * ROWS + sixteens + halves + eights, n - 1)
     return rows, ((group * 4 + t_w // 2) * PAIRS + pair) * 2 + t_w % 2 + warp // BANDS * (STEPS * STRIP)
@@ -96,7 +100,8 @@ def scales_of(
     As for `words_of`. The mask is true, and has the rows' shape.
     """
     BLOCK: tl.constexpr = 16 if E2M1 else 32
-    STEP: tl.constexpr = GROUPS * 8 if E2M1 else GROUPS * 2 * PAIRS
+    STEP: tl.constexpr = GROUPS * PAIRS * (8 if E2M1 else 2)
+    tl.static_assert(not SWIZZLED or STEP % 4 == 0, "swizzled, scales lie in fours")
     t = tl.arange(0, 4)[:, None, None, None, None, None]
     eights = tl.arange(0, 8)[None, :, None, None, None, None]
     warp = tl.arange(0, SPLITS * BANDS)[None, None, :, None, None, None]
@@ -106,7 +111,7 @@ def scales_of(
     rows = row + tl.minimum(band + warp % BANDS * ROWS + eights + sixteens + halves, n - 1)
     # Swizzled, scale_column is 1, which the compiler does not know: it shall not read threads' scales together.
     t = t * scale_column if SWIZZLED else t
-    columns = (group * 4 + t) * 2 if E2M1 else group * (2 * PAIRS) + t * PAIRS // 2
+    columns = (group * 4 + t) * (2 * PAIRS) if E2M1 else group * (2 * PAIRS) + t * PAIRS // 2
     columns += warp // BANDS * (STEPS * STEP) + first * STEP
     from_ = scale + _places(rows, columns, scale_row, scale_column, SWIZZLED)
     # Swizzled, a tile has 4 places side by side, and 512 bytes.
@@ -115,21 +120,26 @@ def scales_of(
 
 
 @triton.jit
-def read_scales(from_, left, mask, apart, E4M3: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
-    """Int32: a thread's E8M0 byte, or its two neighbouring E4M3 bytes, of which those from `left` on are 0.
+def read_scales(from_, left, mask, apart, COUNT: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
+    """Int32: a thread's E8M0 byte, or its COUNT neighbouring E4M3 bytes, of which those from `left` on are 0.
 
     `apart` is how far they are apart; WORDS: they are aligned and next to each other.
     """
     if not EVEN:
         mask = mask & (left > 0)
-    if not E4M3:
+    if COUNT == 1:
         return tl.load(from_, mask=mask, other=0).to(tl.int32)
     if WORDS:
-        from_ = from_.to(tl.pointer_type(tl.int16), bitcast=True)
-        word = tl.load(from_, mask=mask, other=0).to(tl.int32)
-        return word if EVEN else tl.where(left > 1, word, word & 0xFF)
-    word = tl.load(from_, mask=mask, other=0).to(tl.int32)
-    return word | tl.load(from_ + apart, mask=mask & (left > 1), other=0).to(tl.int32) << 8
+        TYPE: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
+        word = tl.load(from_.to(tl.pointer_type(TYPE), bitcast=True), mask=mask, other=0).to(tl.int32)
+        if not EVEN:
+            there = tl.minimum(tl.maximum(left, 0), COUNT)
+            word = tl.where(there == 4, word, word & ((1 << (tl.minimum(there, 3) * 8)) - 1))
+        return word
+    word = tl.zeros(mask.shape, tl.int32)
+    for i in tl.static_range(COUNT):
+        word |= tl.load(from_ + i * apart, mask=mask & (left > i), other=0).to(tl.int32) << (8 * i)
+    return word
 
 
 @triton.jit
@@ -143,8 +153,11 @@ def weights(
     """
     SIXTEENS: tl.constexpr = ROWS // 16
     if E2M1:
-        factor = tl.permute(two_factors(scales, DTYPE, HARDWARE), (0, 6, 1, 2, 3, 4, 5))
-        factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, 1, GROUPS))
+        if PAIRS == 2:  # [..., group, pair, w]
+            factor = tl.permute(four_factors(scales, DTYPE, HARDWARE), (0, 7, 1, 2, 3, 4, 6, 5))
+        else:  # [..., group, w]
+            factor = tl.permute(two_factors(scales, DTYPE, HARDWARE), (0, 6, 1, 2, 3, 4, 5))
+        factor = tl.reshape(factor, (8, 8, WARPS, SIXTEENS, 2, PAIRS, GROUPS))
         w = e2m1_values(codes, factor, DTYPE, HARDWARE)
         w = tl.permute(w, (0, 1, 2, 3, 4, 5, 6, 10, 7, 8, 9))
     elif SCALES == "e8m0":

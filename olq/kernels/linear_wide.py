@@ -3,13 +3,18 @@
 Letters, scales, EVEN and EARLY as in `linear_small`; the order of codes as in `linear_weights`.
 
 Program   WARPS x 16 rows of the weight times TOKENS tokens times one of SHARES shares of the columns, which it walks in
-          STEPS steps of COLUMNS. x goes through shared memory, once a program and step, and decoded weights do not: on
-          compute capability 9.x that is what its tensor cores can take, and they read x for all warps. So x moves less
-          often than in `linear_small`, where each warp reads it.
+          STEPS steps. x goes through shared memory, once a program and step, and decoded weights do not: on compute
+          capability 9.x that is what its tensor cores can take, and they read x for all warps. So x moves less often
+          than in `linear_small`, where each warp reads it.
+Pieces    a step is PIECES products, one after the other: a thread reads 16 bytes of a row PIECES times PAIRS times side
+          by side, E2M1 in pieces, E4M3 in pairs, and its scales of a step at once.
+Ahead     what the next step needs is asked for as soon as this one has no more use for the registers, so that nothing
+          has to be moved, which would wait for what is moved: codes of a piece, and scales with the last one's, when
+          they have been decoded, x when it has been laid down. AHEAD: all of it first, at the cost of registers.
 Shares    a program that had all columns would need half of a multiprocessor's threads to itself, or few rows and x more
           often. Each program writes the sum of its columns, scaled, in float32: [SHARES, m, columns of the result];
-          `add` adds them, in order, with the bias. One share needs neither. Each has columns: where there are none, an
-          infinite scale would make a NaN of their zero.
+          `add` adds them, in order, with the bias. One share needs neither. Each share has columns; a step of the last
+          one may have none, and an infinite scale on its sum, which is zero, would make a NaN.
 DENSE     columns of x are next to each other. Where they are not, x is read in the order of the weights at once: Triton
           3.6 can't bring what it reads in another order there.
 """
@@ -30,28 +35,132 @@ def _rows_of_w(w, WARPS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _columns_of_x(tile, E2M1: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
-    """x [COLUMNS, TOKENS] in the order of the weights, from [TOKENS, COLUMNS] as it lies in memory."""
+def _columns_of_x(tile, E2M1: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    """x [columns of a piece, TOKENS] in the order of the weights, from [TOKENS, columns] as it lies in memory."""
     if E2M1:
-        y = tl.reshape(tile, (TOKENS, GROUPS, 4, PAIRS, 2, 2, 2, 2, 2))
-        y = tl.permute(y, (0, 1, 3, 4, 5, 7, 8, 2, 6))
+        y = tl.reshape(tile, (TOKENS, 4, PAIRS, 2, 2, 2, 2, 2))
+        y = tl.permute(y, (0, 2, 3, 4, 6, 7, 1, 5))
     else:
-        y = tl.reshape(tile, (TOKENS, GROUPS, 4, PAIRS, 2, 2, 2, 2))
-        y = tl.permute(y, (0, 1, 3, 4, 5, 6, 2, 7))
-    return tl.trans(tl.reshape(y, (TOKENS, GROUPS * PAIRS * (128 if E2M1 else 64))))
+        y = tl.reshape(tile, (TOKENS, 4, PAIRS, 2, 2, 2, 2))
+        y = tl.permute(y, (0, 2, 3, 4, 5, 1, 6))
+    return tl.trans(tl.reshape(y, (TOKENS, PAIRS * (128 if E2M1 else 64))))
 
 
 @triton.jit
 def _column(c, E2M1: tl.constexpr, PAIRS: tl.constexpr):
-    """Where column `c` in the order of the weights lies, within a step."""
+    """Which column of a piece is column `c` in the order of the weights."""
     WORD: tl.constexpr = 16 if E2M1 else 8  # codes
-    CHUNK: tl.constexpr = 8 * WORD
-    group, pair, t = c // (CHUNK * PAIRS), c // CHUNK % PAIRS, c // 2 % 4
-    at = (group * 4 + t) * (2 * WORD * PAIRS) + pair * (2 * WORD) + c // (4 * WORD) % 2 * WORD
+    pair, t = c // (8 * WORD), c // 2 % 4
+    at = t * (2 * WORD * PAIRS) + pair * (2 * WORD) + c // (4 * WORD) % 2 * WORD
     if E2M1:
         return at + c // 32 % 2 * 8 + c % 2 * 4 + c // 16 % 2 * 2 + c // 8 % 2
     else:
         return at + c // 16 % 2 * 4 + c // 8 % 2 * 2 + c % 2
+
+
+@triton.jit
+def _read_codes(
+    codes, step, piece: tl.constexpr, STRIP: tl.constexpr, CODES: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Words of a step's piece. `codes` are the first one's addresses, and how many codes the row has from there on."""
+    from_, left = codes
+    at = step * STRIP + piece * (PAIRS * 2)
+    if EVEN:
+        return tl.load(from_ + at, eviction_policy="evict_first")
+    else:
+        return tl.load(from_ + at, mask=left > at * CODES, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _read_x(
+    x, step, piece: tl.constexpr, STRIP: tl.constexpr, CODES: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """x for a step's piece. `x` as `codes` above, and how far columns are apart."""
+    from_, left, apart = x
+    at = (step * STRIP + piece * (PAIRS * 2)) * CODES
+    if EVEN:
+        return tl.load(from_ + at * apart)
+    else:
+        return tl.load(from_ + at * apart, mask=left > at, other=0)
+
+
+@triton.jit
+def _read_scales(
+    scales, step, E2M1: tl.constexpr, SCALES: tl.constexpr, WORDS: tl.constexpr, STRIP: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A step's; 0 where none stand in w'. `scales` from `scales_of`, and how far they are apart."""
+    if E2M1 or SCALES == "e8m0":
+        from_, left, some, stride, apart = scales
+        BLOCKS: tl.constexpr = STRIP if E2M1 else STRIP // 4  # of a row and step
+        COUNT: tl.constexpr = 2 * PIECES if E2M1 else 1
+        return read_scales(from_ + step * stride, left - step * BLOCKS, some, apart, COUNT, WORDS, EVEN)
+    else:
+        return 0
+
+
+@triton.jit
+def _read(
+    places, step, E2M1: tl.constexpr, SCALES: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a step needs: (codes of its pieces, x for them, scales)."""
+    CODES: tl.constexpr = 16 if E2M1 else 8
+    STRIP: tl.constexpr = PIECES * PAIRS * 8
+    codes, tiles = (), ()
+    for piece in tl.static_range(PIECES):
+        codes = codes + (_read_codes(places[0], step, piece, STRIP, CODES, PAIRS, EVEN),)
+        tiles = tiles + (_read_x(places[1], step, piece, STRIP, CODES, PAIRS, EVEN),)
+    return codes, tiles, _read_scales(places[2], step, E2M1, SCALES, WORDS, STRIP, PIECES, EVEN)
+
+
+@triton.jit
+def _step(
+    total, held, places, units, step, LAST: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr, WORDS: tl.constexpr,
+    DENSE: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PIECES: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The sum with a step's products, of what is `held`; and what the next step needs, of which the LAST has none."""
+    CODES: tl.constexpr = 16 if E2M1 else 8
+    STRIP: tl.constexpr = PIECES * PAIRS * 8
+    COLUMNS: tl.constexpr = PAIRS * 8 * CODES  # of a piece
+    codes, tiles, scales = held
+    next_codes, next_tiles, next_scales, ys = (), (), scales, ()
+    if AHEAD and not LAST:
+        next_codes, next_tiles, next_scales = _read(
+            places, step + 1, E2M1, SCALES, WORDS, PAIRS, PIECES, EVEN
+        )
+    if E2M1:  # x of all pieces is laid down before any is decoded; of E4M3 afterwards. Either was faster so.
+        for piece in tl.static_range(PIECES):
+            ys = ys + (_columns_of_x(tiles[piece], E2M1, TOKENS, PAIRS) if DENSE else tiles[piece],)
+        if not (AHEAD or LAST):
+            for piece in tl.static_range(PIECES):
+                next_tiles = next_tiles + (_read_x(places[1], step + 1, piece, STRIP, CODES, PAIRS, EVEN),)
+    for piece in tl.static_range(PIECES):
+        words = codes[piece]
+        if not EVEN:
+            words = kept(words, places[0][1] - (step * STRIP + piece * (PAIRS * 2)) * CODES, CODES)
+        w = weights(
+            words, scales >> (16 * piece), E2M1, SCALES, tiles[0].dtype, WARPS, 16, PAIRS, 1, HARDWARE
+        )
+        w = _rows_of_w(w, WARPS, COLUMNS)
+        if not (AHEAD or LAST):
+            next_codes = next_codes + (_read_codes(places[0], step + 1, piece, STRIP, CODES, PAIRS, EVEN),)
+            if piece == PIECES - 1:
+                next_scales = _read_scales(places[2], step + 1, E2M1, SCALES, WORDS, STRIP, PIECES, EVEN)
+        if not E2M1:
+            ys = ys + (_columns_of_x(tiles[piece], E2M1, TOKENS, PAIRS) if DENSE else tiles[piece],)
+            if not (AHEAD or LAST):
+                next_tiles = next_tiles + (_read_x(places[1], step + 1, piece, STRIP, CODES, PAIRS, EVEN),)
+        if SCALES == "units":
+            from_, apart, first, steps, k = units
+            column = (first + step) * (STRIP * CODES)
+            u = tl.load(from_ + tl.minimum(column, k - 1) // (steps * STRIP * CODES) * apart)
+            u = tl.where(column < k, u, 0.0)  # the sum is zero then, and zero times an infinity is NaN
+            total += add_product(tl.zeros(total.shape, tl.float32), w, ys[piece]) * u[:, None]
+        else:
+            total = add_product(total, w, ys[piece])
+    return total, (next_codes, next_tiles, next_scales)
 
 
 @triton.jit(do_not_specialize=["scale_column"])
@@ -87,91 +196,83 @@ def product(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     PAIRS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    AHEAD: tl.constexpr,
     STEPS: tl.constexpr,
     UNIT_STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`out` is the result, or float32 of the shares. `scale_column` as in `linear_small.product`."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    tl.static_assert(PAIRS == 1 if E2M1 else PIECES == 1, "E2M1 is read in pieces, E4M3 in pairs")
     CODES: tl.constexpr = 16 if E2M1 else 8  # a word
-    STRIP: tl.constexpr = GROUPS * PAIRS * 8  # words of a row and step
-    COLUMNS: tl.constexpr = STRIP * CODES
+    SIDE: tl.constexpr = PIECES * PAIRS  # 16 bytes of a thread, side by side
+    STRIP: tl.constexpr = SIDE * 8  # words of a row and step
     ROWS: tl.constexpr = 16 * WARPS
-    ROWED: tl.constexpr = (SCALES == "e8m0") or E2M1  # scales stand in w'
     band = tl.program_id(0) // SHARES * ROWS
     first = tl.program_id(0) % SHARES * STEPS  # step of the whole walk
-    rows, word = words_of(row, band, n, 1, WARPS, 16, PAIRS, GROUPS, STEPS)
+    rows, word = words_of(row, band, n, 1, WARPS, 16, SIDE, 1, STEPS, PAIRS)
     word += first * STRIP
     from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64) * (codes_row // 8) + word)
-    some = rows >= 0  # always; a mask has to have the pointers' shape
+    codes_place = from_, tl.broadcast_to(k - word * CODES, from_.shape)
 
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    if DENSE:  # [TOKENS, COLUMNS], as it lies in memory
-        x_at = first * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    RUN: tl.constexpr = 2 * PAIRS * CODES  # neighbouring columns of a thread's piece
+    c = tl.arange(0, 4 * RUN)
+    if DENSE:  # [TOKENS, columns], as it lies in memory
+        x_at = (first * (STRIP * CODES) + c // RUN * (RUN * PIECES) + c % RUN)[None, :]
         x_token = tl.minimum(tokens, m - 1)[:, None]
-    else:  # [COLUMNS, TOKENS] in the order of the weights: no read takes neighbouring columns
-        x_at = first * COLUMNS + _column(tl.arange(0, COLUMNS), E2M1, PAIRS)[:, None]
+    else:  # [columns, TOKENS] in the order of the weights: no read takes neighbouring columns
+        c = _column(c, E2M1, PAIRS)
+        x_at = (first * (STRIP * CODES) + c // RUN * (RUN * PIECES) + c % RUN)[:, None]
         x_token = tl.minimum(tokens, m - 1)[None, :]
-    x_from = x + (x_token.to(tl.int64) * x_row + x_at * x_column)
-    x_some = x_token >= 0
+    from_ = x + (x_token.to(tl.int64) * x_row + x_at * x_column)
+    x_place = from_, tl.broadcast_to(k - x_at, from_.shape), x_column
 
-    if ROWED:
-        SSTEP: tl.constexpr = COLUMNS // (16 if E2M1 else 32)
-        s_from, s_left, s_some, s_stride = scales_of(
-            scale, row, band, n, k, first, scale_row, scale_column, E2M1, SWIZZLED, 1, WARPS, 16, PAIRS, GROUPS, STEPS
-        )  # fmt: skip
-    local = band + tl.arange(0, ROWS)
-    if SCALES == "units":
-        u_scale = (
-            scale + scale_start + ((row + tl.minimum(local, n - 1)) // unit_rows).to(tl.int64) * scale_row
+    scales_place = (scale,)
+    if E2M1 or SCALES == "e8m0":  # scales stand in w'
+        from_, left, some, stride = scales_of(
+            scale,
+            row,
+            band,
+            n,
+            k,
+            first,
+            scale_row,
+            scale_column,
+            E2M1,
+            SWIZZLED,
+            1,
+            WARPS,
+            16,
+            SIDE,
+            1,
+            STEPS,
         )
+        scales_place = from_, left, some, stride, scale_column
+    local = band + tl.arange(0, ROWS)
+    units = (scale,)
+    if SCALES == "units":
+        unit = ((row + tl.minimum(local, n - 1)) // unit_rows).to(tl.int64)
+        units = scale + scale_start + unit * scale_row, scale_column, first, UNIT_STEPS, k
     if EARLY:
         width = (k + CODES // 8 - 1) // (CODES // 8) - first * (STRIP * 8)
         ask(codes + first * (STRIP * 8), codes_row, row, band, n, width, STRIP * 8, STEPS, 1, WARPS, 16)
         gdc_wait()
 
-    if EVEN:
-        code = tl.load(from_, eviction_policy="evict_first")
-        tile = tl.load(x_from)
-    else:
-        code = tl.load(from_, mask=(word * CODES < k) & some, other=0, eviction_policy="evict_first")
-        tile = tl.load(x_from, mask=(x_at < k) & x_some, other=0)
-    scales = 0
-    if ROWED:
-        scales = read_scales(s_from, s_left, s_some, scale_column, E2M1, WORDS, EVEN)
+    places = codes_place, x_place, scales_place
+    held = _read(places, 0, E2M1, SCALES, WORDS, PAIRS, PIECES, EVEN)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
-        current, x_tile, s_current = code, tile, scales
-        if not EVEN:
-            current = kept(current, k - (word + step * STRIP) * CODES, CODES)
-        # The next step's. After the last one it is read again: a mask takes instructions.
-        following = tl.minimum(step + 1, STEPS - 1)
-        if EVEN:
-            code = tl.load(from_ + following * STRIP, eviction_policy="evict_first")
-            tile = tl.load(x_from + following * (COLUMNS * x_column))
-        else:
-            mask = ((word + following * STRIP) * CODES < k) & some
-            code = tl.load(from_ + following * STRIP, mask=mask, other=0, eviction_policy="evict_first")
-            mask = (x_at + following * COLUMNS < k) & x_some
-            tile = tl.load(x_from + following * (COLUMNS * x_column), mask=mask, other=0)
-        if ROWED:
-            left = s_left - following * SSTEP
-            scales = read_scales(s_from + following * s_stride, left, s_some, scale_column, E2M1, WORDS, EVEN)
-        # x first, so that its way through shared memory begins before the weights are decoded.
-        y = _columns_of_x(x_tile, E2M1, TOKENS, PAIRS, GROUPS) if DENSE else x_tile
-        w = weights(current, s_current, E2M1, SCALES, DTYPE, WARPS, 16, PAIRS, GROUPS, HARDWARE)
-        w = _rows_of_w(w, WARPS, COLUMNS)
-        if SCALES == "units":
-            unit, last = (first + step) // UNIT_STEPS, (k - 1) // (UNIT_STEPS * COLUMNS)
-            u = tl.load(u_scale + tl.minimum(unit, last) * scale_column)
-            u = tl.where(unit <= last, u, 0.0)  # zeros times an infinity would be NaN
-            total += add_product(tl.zeros((ROWS, TOKENS), tl.float32), w, y) * u[:, None]
-        else:
-            total = add_product(total, w, y)
+    for step in tl.range(0, STEPS - 1):
+        total, held = _step(
+            total, held, places, units, step, False, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES, AHEAD,
+            EVEN, HARDWARE,
+        )  # fmt: skip
+    total, held = _step(
+        total, held, places, units, STEPS - 1, True, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES, AHEAD,
+        EVEN, HARDWARE,
+    )  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
 

@@ -138,7 +138,13 @@ class _Call:
             "ROWS": division.rows,
             "AHEAD": division.ahead,
             "XAHEAD": division.xahead,
-            **self._walk(division, division.splits, steps, columns),
+            "MASKED": division.masked,
+            "PAIRS": division.pairs,
+            "GROUPS": division.groups,
+            "STEPS": steps,
+            "UNIT_STEPS": max(self.unit[1] // columns, 1),
+            "UNROLL": division.unroll,
+            "EVEN": k == division.splits * steps * columns,
         }
         return Launch(
             "linear_small.product",
@@ -161,7 +167,12 @@ class _Call:
             "WARPS": division.warps,
             "TOKENS": tokens,
             "DENSE": self.x.stride(1) == 1,
-            **self._walk(division, shares, steps, columns),
+            "PAIRS": division.pairs,
+            "PIECES": division.pieces,
+            "AHEAD": division.ahead,
+            "STEPS": steps,
+            "UNIT_STEPS": max(self.unit[1] // columns, 1),
+            "EVEN": k == shares * steps * columns,
         }
         launches = [
             Launch(
@@ -193,17 +204,6 @@ class _Call:
             waits=True,
         )
         return Plan((*launches, add), shares * m * width)
-
-    def _walk(self, division: Narrow | Wide, shares: int, steps: int, columns: int) -> dict[str, object]:
-        """Constants of the way along the columns: so many shares of them, in steps."""
-        return {
-            "PAIRS": division.pairs,
-            "GROUPS": division.groups,
-            "STEPS": steps,
-            "UNIT_STEPS": max(self.unit[1] // columns, 1),
-            "UNROLL": division.unroll,
-            "EVEN": self.x.shape[1] == shares * steps * columns,
-        }
 
     def _of_weight(self, part: int) -> tuple[int, ...]:
         """The stride of codes; of scales the first, both strides, and the rows of one."""
@@ -352,7 +352,7 @@ def matmul_nvfp4(
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)
-    aligned = scale.data_ptr() % 2 == 0 and place[0] % 2 == 0 and scale.shape[1] % 2 == 0
+    aligned = scale.data_ptr() % 4 == 0 and place[0] % 4 == 0 and scale.shape[1] % 4 == 0
     call = _Call(
         "nvfp4",
         (1, 1, 2, 3, 4, 5 if bias is not None else 1, 0),

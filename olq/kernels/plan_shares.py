@@ -36,10 +36,12 @@ class Narrow:
         splits: shares of the columns.
         bands: bands of rows.
         rows: of a band.
-        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, E2M1 codes once, and `groups` times
+        pairs, groups: a thread reads 16 bytes of a row `pairs` times side by side, and `groups` times
             so a step. With scales in w' a step has 128 columns or more, whose scales fill places of four.
         ahead: steps that codes are asked for before they are multiplied, 1 or 2.
         xahead: whether x is asked for a step ahead.
+        masked: whether rows of x beyond the last are left unread, not with `xahead`; else the last stands for them,
+            which takes fewer instructions, and more of what a multiprocessor's cache can deliver.
         registers: at most, a thread; 0 is the compiler's choice.
         unroll: steps of a loop's body.
     """
@@ -51,19 +53,29 @@ class Narrow:
     groups: int
     ahead: int = 1
     xahead: bool = False
+    masked: bool = False
     registers: int = 0
     unroll: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """A program of `warps` x 16 rows of the weight; the others as of `Narrow`."""
+    """How a program of `warps` x 16 rows of the weight walks along the columns.
+
+    Args:
+        warps: of a program.
+        pairs: a thread reads 16 bytes of a row so many times side by side, E2M1 codes once. E8M0 scales that are
+            swizzled, or fill places of four, want 2.
+        pieces: products of a step, 1, or of E2M1 codes up to 2. A thread reads their scales at once.
+        ahead: whether what the next step needs is asked for before this one's codes are decoded.
+        registers: as of `Narrow`.
+    """
 
     warps: int
     pairs: int
-    groups: int
+    pieces: int = 1
+    ahead: bool = False
     registers: int = 0
-    unroll: int = 1
 
 
 _Division = TypeVar("_Division", Narrow, Wide)
@@ -71,8 +83,8 @@ NARROW = {
     "fp8": {4: Narrow(4, 1, 16, pairs=2, groups=2, xahead=True)},
     "mxfp8": {4: Narrow(4, 1, 16, pairs=2, groups=2), 8: Narrow(8, 1, 32, pairs=2, groups=1)},
     "nvfp4": {
-        2: Narrow(4, 2, 16, pairs=1, groups=2, registers=96),
-        8: Narrow(8, 1, 32, pairs=1, groups=1, xahead=True, unroll=2),
+        2: Narrow(4, 2, 16, pairs=2, groups=1, masked=True, registers=96),
+        4: Narrow(8, 1, 32, pairs=1, groups=1, xahead=True, unroll=2),
     },
     "fp8 codes": {
         1: Narrow(8, 1, 16, pairs=2, groups=1, xahead=True),
@@ -86,22 +98,14 @@ NARROW = {
 """By format, and by rows of x up to which it is the choice. "... units": with scales on the sums of steps."""
 
 WIDE = {
-    "fp8": {
-        16: Wide(4, pairs=2, groups=1, unroll=2),
-        32: Wide(8, pairs=2, groups=1, unroll=2),
-        256: Wide(8, pairs=2, groups=1),
+    "fp8": {32: Wide(8, pairs=2, ahead=True), 256: Wide(8, pairs=2)},
+    "fp8 units": {32: Wide(8, pairs=2, ahead=True), 256: Wide(8, pairs=1)},
+    "mxfp8": {32: Wide(8, pairs=2, ahead=True), 256: Wide(8, pairs=2)},
+    "nvfp4": {
+        16: Wide(8, pairs=1, pieces=2, registers=128),
+        32: Wide(16, pairs=1, pieces=2),
+        256: Wide(8, pairs=1),
     },
-    "fp8 units": {
-        16: Wide(4, pairs=2, groups=1, unroll=2),
-        32: Wide(8, pairs=2, groups=1, unroll=2),
-        256: Wide(8, pairs=1, groups=1),
-    },
-    "mxfp8": {
-        16: Wide(4, pairs=2, groups=1),
-        32: Wide(8, pairs=2, groups=1, unroll=2),
-        256: Wide(8, pairs=2, groups=1),
-    },
-    "nvfp4": {16: Wide(4, pairs=1, groups=1, unroll=2), 256: Wide(8, pairs=1, groups=1)},
 }
 """The same for more rows of x than `NARROW` has."""
 
@@ -119,9 +123,11 @@ def chosen(name: str, m: int) -> Narrow | Wide:
 
 def columns_of(division: _Division, codes_a_byte: int, unit: int) -> tuple[_Division, int]:
     """(the division, columns of its step), narrower where a scale for `unit` columns stands on a step's sum."""
-    columns = 64 * division.pairs * division.groups * codes_a_byte
+    times = division.groups if isinstance(division, Narrow) else division.pieces
+    columns = 64 * division.pairs * times * codes_a_byte
     if unit and unit % columns:
-        return replace(division, pairs=1, groups=1), 64 * codes_a_byte
+        one = {"groups": 1} if isinstance(division, Narrow) else {"pieces": 1}
+        return replace(division, pairs=1, **one), 64 * codes_a_byte
     return division, columns
 
 

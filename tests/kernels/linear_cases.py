@@ -14,7 +14,9 @@ from olq.kernels import plans
 from olq.kernels.shapes import Plan
 from oracles import fp8, kernel_format, mxfp8, nvfp4
 
-POISON = 0xA5
+POISON = 0xFF
+"""As an E4M3 code or scale, and as an E8M0 scale, not a number."""
+
 FORMATS = (
     "fp8 tensor",
     "fp8 channel",
@@ -116,6 +118,8 @@ def make(form: str, parts: list[int], k: int, seed: int = 0, scale: float = 1e-3
         stored = _poisoned(bytes_, (rows, width), [(0, n)])
     else:
         stored = kernel_format.swizzle(bytes_) if n else np.zeros((0, kernel_format.up(blocks, 4)), np.uint8)
+        places = kernel_format.swizzle(np.ones_like(bytes_)) if n else stored
+        stored[places == 0] = POISON  # that padding is 0 is for other readers
     tensors = [_poisoned(codes, wide, [(0, n)]), stored]
     if kind == "nvfp4":
         tensors.append(s2)

@@ -132,6 +132,22 @@ def plan(form: str, *args: object, **change: object) -> Plan | str:
     return plans.plan("multiply_codes_fp8_", changed(form, *args, **change))
 
 
+@DEVICES
+@pytest.mark.parametrize("side", ["weight", "x"])
+@pytest.mark.parametrize(("unit", "k", "m"), [(256, 384, 1), (256, 384, 9), (192, 320, 9), (256, 520, 9)])
+def test_a_unit_of_columns_may_end_before_a_warps_steps(unit, k, m, side, device):
+    columns, units = -(-k // 64) * 64, -(-k // unit)
+    codes = torch.full((16, columns), 0x38, dtype=torch.uint8)  # ones
+    x, scale, s = codes[:1].repeat(m, 1)[:, :k], torch.ones(16, units), torch.ones(m, units)
+    (scale if side == "weight" else s)[0, -1] = torch.inf
+    weight = Weight("", (codes, scale), [16], [0], (1, unit), np.ones((16, k), np.float32))
+    y = product(weight, x, s, None, torch.bfloat16, device)
+    infinite = torch.zeros(m, 16, dtype=torch.bool)
+    infinite[(slice(None), 0) if side == "weight" else (0, slice(None))] = True
+    assert torch.equal(y.isposinf(), infinite)
+    assert y[~infinite].eq(torch.tensor(k, dtype=torch.bfloat16)).all()
+
+
 @FORMS
 def test_what_has_no_kernel_says_why(form):
     assert isinstance(plan(form), Plan)

@@ -55,11 +55,12 @@ WAYS = [
     ("steps", torch.bfloat16, 90),
     ("dense", torch.bfloat16, 100),
 ]
+CALLS = [(form, m, k) for form in FORMATS for m, k in ((1, 512), (9, 512), (40, 300))]
+CALLS.append(("nvfp4 linear", 20, 512))  # the only one with 16 warps
 
 
 @pytest.mark.parametrize(("way", "dtype", "capability"), WAYS, ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("m", "k"), [(1, 512), (9, 512), (40, 300)])
+@pytest.mark.parametrize(("form", "m", "k"), CALLS)
 def test_products_compile(form, m, k, way, dtype, capability):
     weight = make(form, [64], k)
     x = torch.zeros(m, 2 * k, dtype=dtype)[:, :: 2 if way == "steps" else 1][:, :k]

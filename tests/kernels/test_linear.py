@@ -13,7 +13,7 @@ from kernels.linear_cases import FORMATS, Weight, largest_error, make, product
 from torch.nn import functional
 
 from olq import kernels
-from olq.kernels import launching, plans
+from olq.kernels import launching, plan_shares, plans
 from olq.kernels.shapes import Plan
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -60,12 +60,29 @@ def test_one_hot_rows_give_the_decoded_weight(form, parts, k, rows, dtype, devic
 
 @DEVICES
 @FORMS
+@pytest.mark.parametrize("rows", [2, 9, 20, 40])
+@pytest.mark.parametrize("k", [2048, 2100])
+def test_steps_of_a_program_follow_each_other(form, rows, k, device, monkeypatch):
+    for limit in ("_MOST_SHARES", "_WARPS", "_MANY"):  # else each step would be another program's
+        monkeypatch.setattr(plan_shares, limit, 1)
+    weight = make(form, [24], k)
+    columns = torch.randperm(k, generator=torch.Generator().manual_seed(2))[:rows]
+    columns[-1] = k - 1
+    x = one_hot(columns, k, torch.bfloat16)
+    plan = plans.plan(weight.operator, (x.new_empty(rows, 24), *weight.args(x, None)))
+    assert isinstance(plan, Plan)
+    assert plan.launches[0].constants["STEPS"] > 1
+    assert same(product(weight, x, None, device), weight.as_dtype(torch.bfloat16)[:, columns].T)
+
+
+@DEVICES
+@FORMS
 @settings(deadline=None, max_examples=5)
 @given(data=st.data())
 def test_sums_err_no_more_than_float32_sums(form, device, data):
     parts = data.draw(st.lists(st.sampled_from([1, 2, 5, 16, 33, 130]), min_size=1, max_size=3))
     k = data.draw(st.sampled_from([1, 2, 31, 32, 100, 129, 256, 300, 640, 1100]))
-    m = data.draw(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 16, 17, 40, 70]))
+    m = data.draw(st.sampled_from([0, 1, 2, 3, 5, 8, 9, 16, 17, 40, 70]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
     weight = make(form, parts, k, seed=data.draw(st.integers(0, 9)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
@@ -155,24 +172,40 @@ def test_tensor_scales_of_any_size(s2, rows, dtype, device):
 
 
 @DEVICES
-@pytest.mark.parametrize("m", [1, 9, 20])
+@pytest.mark.parametrize("m", [1, 9, 20, 40])
 @pytest.mark.parametrize("form", ["fp8 tensor", "fp8 channel", "fp8 block", "fp8 group", "nvfp4 linear"])
-@pytest.mark.parametrize("k", [300, 2100])
-def test_an_infinite_scale_gives_infinite_sums(form, m, k, device):
+@pytest.mark.parametrize("k", [192, 300, 2100])
+@pytest.mark.parametrize("which", [0, -1])
+def test_an_infinite_scale_gives_infinite_sums(form, m, k, which, device):
+    """Of the last columns too, where steps of a program may lie beyond them."""
     weight = make(form, [16], k)
     *inner, last = (t.clone() for t in weight.tensors)
     if form == "nvfp4 linear":
         inner[0][:], inner[1][:], last[:] = 0x22, 0x38, torch.inf  # codes of 1, scales of 1
     else:
         inner[0][:], last[:] = 0x38, 1.0
-        last.view(-1)[-1 if form == "fp8 group" else 0] = torch.inf
+        last.view(-1)[which] = torch.inf
     weight = Weight(weight.operator, (*inner, last), [16], [0], weight.rest, weight.decoded)
     y = product(weight, torch.ones(m, k, dtype=torch.bfloat16), None, device)
-    rows = {"fp8 channel": slice(0, 1), "fp8 group": slice(15, 16)}.get(form, slice(0, 16))
+    rows = slice(0, 16)
+    if form in ("fp8 channel", "fp8 group"):
+        rows = slice(0, 1) if which == 0 else slice(15, 16)
     assert y[:, rows].isposinf().all()
     others = torch.ones(16, dtype=torch.bool)
     others[rows] = False
     assert y[:, others].eq(torch.tensor(k, dtype=torch.bfloat16)).all()
+
+
+@DEVICES
+@pytest.mark.parametrize(("unit", "k", "m"), [(128, 192, 40), (128, 300, 40), (256, 384, 9), (192, 448, 9)])
+def test_a_unit_of_columns_may_end_before_a_programs_steps(unit, k, m, device):
+    codes = torch.full((16, -(-k // 64) * 64), 0x38, dtype=torch.uint8)  # ones
+    scale = torch.ones(16, -(-k // unit))
+    scale[3, -1] = torch.inf
+    weight = Weight("matmul_fp8", (codes, scale), [16], [0], (1, unit), np.ones((16, k), np.float32))
+    y = product(weight, torch.ones(m, k, dtype=torch.bfloat16), None, device)
+    assert y[:, 3].isposinf().all()
+    assert y[:, torch.arange(16) != 3].eq(torch.tensor(k, dtype=torch.bfloat16)).all()
 
 
 @pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")

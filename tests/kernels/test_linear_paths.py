@@ -61,7 +61,8 @@ def test_launches_cover_every_row_and_column_once(form, m, parts, k):
         assert programs * rows_a_program(c) >= n > (programs - 1) * rows_a_program(c)
         assert tokens * c["TOKENS"] >= m > (tokens - 1) * c["TOKENS"]
         assert c["TOKENS"] >= 8
-        columns = c["PAIRS"] * c["GROUPS"] * (128 if c["E2M1"] else 64) * splits * c["STEPS"]
+        times = c["GROUPS"] if narrow else c["PIECES"]
+        columns = c["PAIRS"] * times * (128 if c["E2M1"] else 64) * splits * c["STEPS"]
         assert columns >= k
         assert c["EVEN"] == (columns == k)
         covered += range(column, column + n)
