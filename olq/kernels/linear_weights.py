@@ -57,7 +57,7 @@ def words_of(
 ):  # fmt: skip
     """(rows, words within a row) of the first step. Rows beyond the last of `n` repeat it.
 
-    Of PAIRS that a thread has side by side only the first TAKEN.
+    PAIRS: reads of 16 bytes that a thread has side by side in a step; TAKEN: how many of them these addresses are for.
     """
     STRIP: tl.constexpr = GROUPS * PAIRS * 8
     t_w = tl.arange(0, 8)[:, None, None, None, None, None, None]

@@ -1,6 +1,7 @@
 """Products of some tens of rows of x with a quantized weight, and the sums of their shares. Imports triton.
 
-Letters, scales, EVEN and EARLY as in `linear_small`; the order of codes as in `linear_weights`.
+Letters, scales and EVEN as in `linear_small`, EARLY too, but that the next launch is let go after the last step; the
+order of codes as in `linear_weights`.
 
 Program   WARPS x 16 rows of the weight times TOKENS tokens times one of SHARES shares of the columns, which it walks in
           STEPS steps. x goes through shared memory, once a program and step, and decoded weights do not: on compute
@@ -11,10 +12,11 @@ Pieces    a step is PIECES products, one after the other: a thread reads 16 byte
 Ahead     what the next step needs is asked for as soon as this one has no more use for the registers, so that nothing
           has to be moved, which would wait for what is moved: codes of a piece, and scales with the last one's, when
           they have been decoded, x when it has been laid down. AHEAD: all of it first, at the cost of registers.
-Shares    a program that had all columns would need half of a multiprocessor's threads to itself, or few rows and x more
-          often. Each program writes the sum of its columns, scaled, in float32: [SHARES, m, columns of the result];
-          `add` adds them, in order, with the bias. One share needs neither. Each share has columns; a step of the last
-          one may have none, and an infinite scale on its sum, which is zero, would make a NaN.
+Shares    with 128 rows a program there are 64 programs for 8192 rows, fewer than multiprocessors, and with fewer rows x
+          is read more often: so columns are divided too. Each program writes the sum of its columns, scaled, in
+          float32: [SHARES, m, columns of the result]; `add` adds them, in order, with the bias. One share needs
+          neither. Each share has columns; a step of the last one may have none, and an infinite scale on its sum,
+          which is zero, would make a NaN.
 DENSE     columns of x are next to each other. Where they are not, x is read in the order of the weights at once: Triton
           3.6 can't bring what it reads in another order there.
 """
@@ -269,7 +271,7 @@ def product(
             total, held, places, units, step, False, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES, AHEAD,
             EVEN, HARDWARE,
         )  # fmt: skip
-    total, held = _step(
+    total, _ = _step(
         total, held, places, units, STEPS - 1, True, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES, AHEAD,
         EVEN, HARDWARE,
     )  # fmt: skip

@@ -352,6 +352,7 @@ def matmul_nvfp4(
     if refusal:
         return refusal
     place, swizzled = place_of(scale, scale_layout)
+    # Four scales are one word where a thread reads 32 bytes of codes, and two where it reads 16.
     aligned = scale.data_ptr() % 4 == 0 and place[0] % 4 == 0 and scale.shape[1] % 4 == 0
     call = _Call(
         "nvfp4",

@@ -25,7 +25,7 @@ _WIDE_WARPS = 2048
 """Warps of all programs of a `Wide` product: shares of the columns are doubled while there are fewer."""
 
 _WIDEST = 64
-"""Rows of x a program multiplies at most."""
+"""Rows of x that a program of a `Wide` product multiplies at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Wide:
     Args:
         warps: of a program.
         pairs: a thread reads 16 bytes of a row so many times side by side, E2M1 codes once. E8M0 scales that are
-            swizzled, or fill places of four, want 2.
+            swizzled have to have 2: a tile has four side by side.
         pieces: products of a step, 1, or of E2M1 codes up to 2. A thread reads their scales at once.
         ahead: whether what the next step needs is asked for before this one's codes are decoded.
         registers: as of `Narrow`.

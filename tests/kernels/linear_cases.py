@@ -17,6 +17,10 @@ from oracles import fp8, kernel_format, mxfp8, nvfp4
 POISON = 0xFF
 """As an E4M3 code or scale, and as an E8M0 scale, not a number."""
 
+_NONE = np.empty((0, 0), np.float32)
+"""For who asks only about plans: oracles take their time."""
+
+
 FORMATS = (
     "fp8 tensor",
     "fp8 channel",
@@ -91,27 +95,31 @@ def _poisoned(inner: np.ndarray, shape: tuple[int, ...], where: list[tuple[int, 
     return out
 
 
-def make(form: str, parts: list[int], k: int, seed: int = 0, scale: float = 1e-3) -> Weight:
+def make(
+    form: str, parts: list[int], k: int, seed: int = 0, scale: float = 1e-3, decode: bool = True
+) -> Weight:
     """A weight of `parts` x k in a format of `FORMATS`: finite codes and scales, all kinds of them."""
     generator = np.random.default_rng(seed)
     kind, way = form.split()
     n = sum(parts)
     if kind == "fp8":
-        return _fp8(generator, way, parts, k, scale)
+        return _fp8(generator, way, parts, k, scale, decode)
     block = 32 if kind == "mxfp8" else 16
     starts, rows, blocks = place(parts, 1), kernel_format.up(max(n, 1), 16), -(-k // block)
     if kind == "mxfp8":
         codes, bytes_ = _e4m3(generator, n, k), _bytes(generator, n, blocks, low=115, high=122)
-        decoded = mxfp8.dequantize(codes, bytes_)
+        decoded = mxfp8.dequantize(codes, bytes_) if decode else _NONE
         wide = (rows, kernel_format.up(k, 32))
     else:
         codes, bytes_ = _bytes(generator, n, -(-k // 2)), _e4m3(generator, n, blocks)
         s2 = (generator.random(len(parts)) + 0.5).astype(np.float32) * np.float32(scale)
         edges = np.cumsum([0, *parts])
         pieces = [slice(a, b) for a, b in pairwise(edges)]
-        decoded = np.concatenate(
-            [nvfp4.dequantize(codes[p], bytes_[p], s, k) for p, s in zip(pieces, s2, strict=True)]
-        )
+        decoded = [
+            nvfp4.dequantize(codes[p], bytes_[p], s, k) if decode else _NONE
+            for p, s in zip(pieces, s2, strict=True)
+        ]
+        decoded = np.concatenate(decoded)
         wide = (rows, kernel_format.up(k, 32) // 2)
     if way == "linear":
         width = kernel_format.up(k, 32) // block
@@ -126,7 +134,9 @@ def make(form: str, parts: list[int], k: int, seed: int = 0, scale: float = 1e-3
     return Weight(f"matmul_{kind}", tuple(map(torch.from_numpy, tensors)), parts, starts, (way,), decoded)
 
 
-def _fp8(generator: np.random.Generator, way: str, parts: list[int], k: int, scale: float) -> Weight:
+def _fp8(
+    generator: np.random.Generator, way: str, parts: list[int], k: int, scale: float, decode: bool
+) -> Weight:
     block = _BLOCKS[way]
     starts = place(parts, max(block[0], 1))
     rows = kernel_format.up(max(starts[-1] + parts[-1], 1), 16)
@@ -135,7 +145,7 @@ def _fp8(generator: np.random.Generator, way: str, parts: list[int], k: int, sca
     for part, start in zip(parts, starts, strict=True):
         grid = (-(-part // block[0]) if block[0] else 1, -(-k // block[1]) if block[1] else 1)
         s = (generator.random(grid) + 0.5).astype(np.float32) * np.float32(scale)
-        decoded.append(fp8.dequantize(codes[edge : edge + part], s, block))
+        decoded.append(fp8.dequantize(codes[edge : edge + part], s, block) if decode else _NONE)
         grids.append((start // block[0] if block[0] else len(grids), s))
         edge += part
     if way == "tensor":

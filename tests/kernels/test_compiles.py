@@ -56,16 +56,29 @@ WAYS = [
     ("dense", torch.bfloat16, 100),
 ]
 CALLS = [(form, m, k) for form in FORMATS for m, k in ((1, 512), (9, 512), (40, 300))]
-CALLS.append(("nvfp4 linear", 20, 512))  # the only one with 16 warps
+LOOPS = [(form, 9) for form in ("fp8 channel", "fp8 block", "mxfp8 linear", "nvfp4 linear")]
+LOOPS += [("nvfp4 linear", 4), ("nvfp4 linear", 20), ("nvfp4 linear", 40), ("mxfp8 linear", 8)]
+"""Divisions of their own, of which a program walks several steps."""
 
 
 @pytest.mark.parametrize(("way", "dtype", "capability"), WAYS, ids=str)
 @pytest.mark.parametrize(("form", "m", "k"), CALLS)
 def test_products_compile(form, m, k, way, dtype, capability):
-    weight = make(form, [64], k)
+    weight = make(form, [64], k, decode=False)
     x = torch.zeros(m, 2 * k, dtype=dtype)[:, :: 2 if way == "steps" else 1][:, :k]
     args = (x.new_empty(m, 64), *weight.args(x, torch.zeros(64, dtype=dtype)))
     assert compile_all(weight.operator, args, capability)
+
+
+@pytest.mark.parametrize(("form", "m"), LOOPS)
+def test_loops_over_steps_compile(form, m):
+    weight = make(form, [64], 8192, decode=False)
+    x = torch.zeros(m, 8192, dtype=torch.bfloat16)
+    args = (x.new_empty(m, 64), *weight.args(x, None))
+    plan = plans.plan(weight.operator, args)
+    assert isinstance(plan, Plan)
+    assert plan.launches[0].constants["STEPS"] > 1
+    assert compile_all(weight.operator, args, 90)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -16,23 +16,24 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("file", "least"),
+    ("file", "which", "least"),
     [
-        ("kernels/test_bytes", 40),
-        ("kernels/test_activations", 40),
-        ("kernels/test_batch", 30),
-        ("kernels/test_dummy", 70),
-        ("kernels/test_product", 15),
-        ("kernels/test_linear", 200),
-        ("kernels/test_codes", 13),
-        ("reload/test_repeat", 25),
-        ("reload/test_repeat_attacks", 20),
+        ("kernels/test_bytes", "cpu", 40),
+        ("kernels/test_activations", "cpu", 40),
+        ("kernels/test_batch", "cpu", 30),
+        ("kernels/test_dummy", "cpu", 70),
+        ("kernels/test_product", "cpu", 15),
+        ("kernels/test_linear", "cpu and one_hot", 70),
+        ("kernels/test_linear", "cpu and not one_hot", 130),
+        ("kernels/test_codes", "cpu", 13),
+        ("reload/test_repeat", "cpu", 25),
+        ("reload/test_repeat_attacks", "cpu", 20),
     ],
 )
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: install the extra `triton`"
 )
-def test_interpreted_kernels_write_the_references_bytes(file, least):
+def test_interpreted_kernels_write_the_references_bytes(file, which, least):
     run = subprocess.run(
         [
             sys.executable,
@@ -42,7 +43,7 @@ def test_interpreted_kernels_write_the_references_bytes(file, least):
             "-p",
             "no:cacheprovider",
             "-k",
-            "cpu",
+            which,
             f"tests/{file}.py",
         ],
         cwd=ROOT,

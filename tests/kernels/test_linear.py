@@ -44,10 +44,18 @@ def one_hot(columns: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @DEVICES
-@DTYPES
 @FORMS
 @ROWS
-@pytest.mark.parametrize(("parts", "k"), [([20], 100), ([7, 40, 3], 257), ([130], 512)], ids=str)
+@pytest.mark.parametrize(
+    ("parts", "k", "dtype"),
+    [
+        ([20], 100, torch.bfloat16),
+        ([20], 100, torch.float16),
+        ([7, 40, 3], 257, torch.bfloat16),
+        ([130], 512, torch.float16),
+    ],
+    ids=str,
+)
 def test_one_hot_rows_give_the_decoded_weight(form, parts, k, rows, dtype, device):
     weight = make(form, parts, k)
     w = weight.as_dtype(dtype)
@@ -58,12 +66,19 @@ def test_one_hot_rows_give_the_decoded_weight(form, parts, k, rows, dtype, devic
         assert same(product(weight, x, None, device), w[:, some].T)
 
 
+STEPS = [(form, rows, k) for form in FORMATS for rows, k in ((9, 700), (40, 512))]
+STEPS += [
+    ("nvfp4 linear", 20, 512),
+    ("nvfp4 linear", 4, 2048),
+    ("mxfp8 linear", 8, 2048),
+    *((form, 2, 2048) for form in ("fp8 channel", "mxfp8 linear", "nvfp4 linear")),
+]
+
+
 @DEVICES
-@FORMS
-@pytest.mark.parametrize("rows", [2, 9, 20, 40])
-@pytest.mark.parametrize("k", [2048, 2100])
+@pytest.mark.parametrize(("form", "rows", "k"), STEPS)
 def test_steps_of_a_program_follow_each_other(form, rows, k, device, monkeypatch):
-    for limit in ("_MOST_SHARES", "_WARPS", "_MANY"):  # else each step would be another program's
+    for limit in ("_MOST_SHARES", "_WARPS", "_MANY"):  # else each step would be another program's or warp's
         monkeypatch.setattr(plan_shares, limit, 1)
     weight = make(form, [24], k)
     columns = torch.randperm(k, generator=torch.Generator().manual_seed(2))[:rows]
@@ -171,11 +186,18 @@ def test_tensor_scales_of_any_size(s2, rows, dtype, device):
     assert same(torch.where(finite, y, 0), torch.where(finite, w[:, :rows].T, 0))
 
 
+INFINITE = [
+    (form, 0, m, k)
+    for form in ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 group", "nvfp4 linear")
+    for m, k in ((1, 300), (1, 2100), (9, 300), (9, 1100), (20, 1100))
+]
+INFINITE += [
+    (form, -1, m, k) for form in ("fp8 channel", "fp8 block", "fp8 group") for m, k in ((9, 300), (40, 192))
+]
+
+
 @DEVICES
-@pytest.mark.parametrize("m", [1, 9, 20, 40])
-@pytest.mark.parametrize("form", ["fp8 tensor", "fp8 channel", "fp8 block", "fp8 group", "nvfp4 linear"])
-@pytest.mark.parametrize("k", [192, 300, 2100])
-@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize(("form", "which", "m", "k"), INFINITE)
 def test_an_infinite_scale_gives_infinite_sums(form, m, k, which, device):
     """Of the last columns too, where steps of a program may lie beyond them."""
     weight = make(form, [16], k)

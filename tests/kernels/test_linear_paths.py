@@ -17,7 +17,7 @@ FORMS = pytest.mark.parametrize("form", FORMATS)
 
 @functools.cache
 def made(form: str, parts: tuple[int, ...], k: int) -> Weight:
-    return make(form, list(parts), k)
+    return make(form, list(parts), k, decode=False)
 
 
 def plan(form: str, m: int, parts: list[int], k: int, dtype: torch.dtype = torch.bfloat16) -> Plan | str:
