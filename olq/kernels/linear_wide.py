@@ -222,36 +222,22 @@ def product(
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     RUN: tl.constexpr = 2 * PAIRS * CODES  # neighbouring columns of a thread's piece
     c = tl.arange(0, 4 * RUN)
-    if DENSE:  # [TOKENS, columns], as it lies in memory
-        x_at = (first * (STRIP * CODES) + c // RUN * (RUN * PIECES) + c % RUN)[None, :]
-        x_token = tl.minimum(tokens, m - 1)[:, None]
-    else:  # [columns, TOKENS] in the order of the weights: no read takes neighbouring columns
+    if not DENSE:  # in the order of the weights: no read takes neighbouring columns
         c = _column(c, E2M1, PAIRS)
-        x_at = (first * (STRIP * CODES) + c // RUN * (RUN * PIECES) + c % RUN)[:, None]
-        x_token = tl.minimum(tokens, m - 1)[None, :]
+    x_at = first * (STRIP * CODES) + c // RUN * (RUN * PIECES) + c % RUN
+    x_token = tl.minimum(tokens, m - 1)
+    if DENSE:  # [TOKENS, columns], as it lies in memory
+        x_at, x_token = x_at[None, :], x_token[:, None]
+    else:  # [columns, TOKENS]
+        x_at, x_token = x_at[:, None], x_token[None, :]
     from_ = x + (x_token.to(tl.int64) * x_row + x_at * x_column)
     x_place = from_, tl.broadcast_to(k - x_at, from_.shape), x_column
 
     scales_place = (scale,)
     if E2M1 or SCALES == "e8m0":  # scales stand in w'
         from_, left, some, stride = scales_of(
-            scale,
-            row,
-            band,
-            n,
-            k,
-            first,
-            scale_row,
-            scale_column,
-            E2M1,
-            SWIZZLED,
-            1,
-            WARPS,
-            16,
-            SIDE,
-            1,
-            STEPS,
-        )
+            scale, row, band, n, k, first, scale_row, scale_column, E2M1, SWIZZLED, 1, WARPS, 16, SIDE, 1, STEPS
+        )  # fmt: skip
         scales_place = from_, left, some, stride, scale_column
     local = band + tl.arange(0, ROWS)
     units = (scale,)
