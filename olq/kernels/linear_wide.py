@@ -1,7 +1,8 @@
 """Products of some tens of rows of x with a quantized weight, and the sums of their shares. Imports triton.
 
-Letters, scales and EVEN as in `linear_small`, EARLY too, but that the next launch is let go after the last step; the
-order of codes as in `linear_weights`.
+Letters, scales and EVEN as in `linear_small`, EARLY too, but that the next launch is let go after the last step, and
+that E2M1 codes are not asked for before the wait: measured, 0.3 us of 16 were lost by it. The order of codes as in
+`linear_weights`.
 
 Program   WARPS x 16 rows of the weight times TOKENS tokens times one of SHARES shares of the columns, which it walks in
           STEPS steps. x goes through shared memory, once a program and step, and decoded weights do not: on compute
@@ -245,8 +246,9 @@ def product(
         unit = ((row + tl.minimum(local, n - 1)) // unit_rows).to(tl.int64)
         units = scale + scale_start + unit * scale_row, scale_column, first, UNIT_STEPS, k
     if EARLY:
-        width = (k + CODES // 8 - 1) // (CODES // 8) - first * (STRIP * 8)
-        ask(codes + first * (STRIP * 8), codes_row, row, band, n, width, STRIP * 8, STEPS, 1, WARPS, 16)
+        if not E2M1:
+            start = first * (STRIP * 8)
+            ask(codes + start, codes_row, row, band, n, k - start, STRIP * 8, STEPS, 1, WARPS, 16)
         gdc_wait()
 
     places = codes_place, x_place, scales_place
