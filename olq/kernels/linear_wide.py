@@ -62,12 +62,18 @@ def _column(c, E2M1: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _words_to(step, piece: tl.constexpr, STRIP: tl.constexpr, PAIRS: tl.constexpr):
+    """How far a step's piece is from the first one, in words of a row."""
+    return step * STRIP + piece * (PAIRS * 2)
+
+
+@triton.jit
 def _read_codes(
     codes, step, piece: tl.constexpr, STRIP: tl.constexpr, CODES: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """Words of a step's piece. `codes` are the first one's addresses, and how many codes the row has from there on."""
     from_, left = codes
-    at = step * STRIP + piece * (PAIRS * 2)
+    at = _words_to(step, piece, STRIP, PAIRS)
     if EVEN:
         return tl.load(from_ + at, eviction_policy="evict_first")
     else:
@@ -80,7 +86,7 @@ def _read_x(
 ):  # fmt: skip
     """x for a step's piece. `x` as `codes` above, and how far columns are apart."""
     from_, left, apart = x
-    at = (step * STRIP + piece * (PAIRS * 2)) * CODES
+    at = _words_to(step, piece, STRIP, PAIRS) * CODES
     if EVEN:
         return tl.load(from_ + at * apart)
     else:
@@ -142,7 +148,7 @@ def _step(
     for piece in tl.static_range(PIECES):
         words = codes[piece]
         if not EVEN:
-            words = kept(words, places[0][1] - (step * STRIP + piece * (PAIRS * 2)) * CODES, CODES)
+            words = kept(words, places[0][1] - _words_to(step, piece, STRIP, PAIRS) * CODES, CODES)
         w = weights(
             words, scales >> (16 * piece), E2M1, SCALES, tiles[0].dtype, WARPS, 16, PAIRS, 1, HARDWARE
         )
