@@ -29,23 +29,24 @@ REASONS = (
         "forward_gpu",
         {"case": "tensor", "m": 4096},
         "Quantizing x by one scale reads it twice: 45 us for 64 MiB, of which reading at the rate of a copy is 16 and "
-        "reading and writing 24. Tried: the second sweep from where the first ended, started while that ends, what is "
-        "read first marked as what the cache may lose (each kept, together 3 us), half as many programs (0.905), the "
-        "second sweep's reads marked too, 24 and 40 MiB kept for it instead of 32 (no difference). One cooperative "
+        "reading and writing 24. Kept: the second sweep begins where the first ended and is started while that ends, "
+        "and what is read first is marked as what the cache may lose; together 3 us. No difference: half as many "
+        "programs, the second sweep's reads marked too, 24 and 40 MiB kept for it instead of 32. One cooperative "
         "launch for both sweeps, whose programs wait for each other in between and hold 24 MiB of x in registers "
-        "meanwhile: 43.8 us by itself where these two launches took 46.5, and 0.913 where they had 0.904 in the same "
-        "run, not enough to have a second way for it; with 20 MiB, and tiles not asked for ahead, it was no faster "
-        "than they are. Not tried: more of x held in L1, as registers that spill. A maximum from the layer in front "
-        "would save a read.",
+        "meanwhile, took 43.8 us by itself where the two launches took 46.5 in the same run, and had 0.913 where they "
+        "had 0.904: not enough to have a second way for it. With 20 MiB, and no tile asked for before the one in "
+        "front of it was done, it was no faster than the two. Not tried: more of x held, spilled to local memory that "
+        "L1 holds. A maximum from the layer in front would save a read.",
     ),
     Reason(
         "linear_gpu",
         {"case": "fp8 channel", "rows_of_x": 16},
-        "Where programs read decides: kernels that only read 64 MiB take 18.2 us with this one's programs, 128 rows "
-        "and a quarter of the columns each, and 17.1 with 16 whole rows a program, as `linear_small` has; adding the "
-        "shares takes 1.2. Tried, in one process with this kernel's 19.8: 4 warps, two steps a body, the last step "
-        "read twice (20.1 to 20.6), steps of 256 columns (19.6 to 20.3), codes two steps ahead (21.0), by "
-        "asynchronous copies (33), by TMA (21.5).",
+        "Most of it is reading, in an order that costs 1 us: kernels that only read 64 MiB take 18.2 us with this "
+        "one's programs, 128 rows and a quarter of the columns each, and 17.1 with 16 whole rows a program, with "
+        "which x would be read eight times as often; adding the shares takes 1.2. Tried, in a process in which this "
+        "kernel took 19.8 us: 4 warps, two steps a body and the last step read twice (20.1 to 20.6), steps of 256 "
+        "columns (19.6 to 20.3); where it took 20.0 to 20.6: codes two steps ahead (21.0), by asynchronous copies "
+        "(33), by TMA (21.5).",
     ),
     Reason(
         "linear_gpu",
@@ -58,21 +59,23 @@ REASONS = (
     Reason(
         "linear_gpu",
         {"case": "nvfp4", "rows_of_x": 16},
-        "36 MiB take 9 us at the rate of a copy, 14 are allowed, 15.5 are taken. Kernels that leave something out say "
-        "where: 4 to 5 us do not depend on the columns (two launches, addresses, the first reads, the sums); each of "
-        "8 steps of 256 columns takes 1.46. Of a step the tensor cores take 0.64, twice what these multiplications "
-        "need at their peak rate; decoding adds 0.45 and x 0.1, so that 14.1 us remain where no weights are read, and "
-        "11.3 where they are read but neither decoded nor multiplied with new x. Nsight Compute: issue slots 55 %, "
-        "integer units 51 %, L1 pipe 56 %, DRAM 60 %. Reading and computing overlap by half, and what read earlier or "
-        "deeper was slower: codes by asynchronous copies in 2 to 5 stages (27 us), by TMA (17.5), in registers two "
+        "36 MiB take 9 us at the rate of a copy, 14 are allowed, and computing takes as long by itself. Taken apart "
+        "in one process, in which the kernel took 16.1 us: it takes 5.5, 10.6 and 16.5 if it stops after 1, 4 and 8 "
+        "steps, so 4 to 5 us do not depend on the columns (two launches, addresses, the first reads, the sums). All 8 "
+        "steps take 8.9 us if they only multiply what is there, 13.4 if they decode it too, 14.2 with each step's x, "
+        "all that without reading codes; 15.6 with codes and without x; 11.3 with codes, neither decoded nor "
+        "multiplied with new x. Reading the codes alone takes 10.2. So reading is hidden but for 2 us, and computing "
+        "is what would have to be shorter: the tensor cores take 5.1 us for products that take 2.2 at their peak "
+        "rate, and decoding fills four fifths of the issue slots of the rest. What read earlier or deeper was slower "
+        "than 16.1: codes by asynchronous copies in 2 to 5 stages (27 us and more), by TMA (17.5), in registers two "
         "steps ahead (18.3), brought into the L2 cache by bulk prefetches of 128 to 1024 bytes a row (18 to 20), "
-        "scales and the sums' scales asked for before the first step (16.3). Also tried: bodies of two steps (16.4), "
-        "weights decoded a product ahead (20.7: Triton sends them through shared memory), x two steps ahead, one to "
-        "four products between barriers, 64 to 256 rows a program, 2 to 8 shares, 64 to 190 registers, all of a step "
-        "decoded at once. Kept: nothing asked for before the launch's wait, and 512 columns a program where shares "
-        "are added (16.1 to 15.5). Not tried: products that run while the next weights are decoded, with x laid down "
-        "once, which Triton's language can't say and Gluon's can; the last program of a band adds the shares, which "
-        "needs counters that are zero, and no two streams could share them.",
+        "blocks' and the tensor's scales asked for before the first step (16.3). So were bodies of two steps (16.4), "
+        "weights decoded a product ahead (20.7: Triton sends them through shared memory), and, earlier, x two steps "
+        "ahead or by asynchronous copies, one to four products between barriers, 64 to 256 rows a program, 2 to 8 "
+        "shares, 64 to 190 registers, all of a step decoded at once. What helped: no codes asked for before the "
+        "launch's wait, and 512 columns a program where shares are added, 16.1 to 15.5. Not tried: products that run "
+        "while the next weights are decoded, for which Triton's language has no words and Gluon's has; nor sums that "
+        "the last program of a band adds, which needs counters that are zero, and no two streams could share them.",
     ),
     Reason(
         "linear_gpu",

@@ -251,8 +251,11 @@ def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device
     args = (torch.ones(m, 1060, dtype=torch.bfloat16), codes, *rest, None, [40], [0], *weight.rest)
     assert kernels.launch(weight.operator, args, (torch.empty(m, 40, dtype=torch.bfloat16),))
     sums = m if m > 8 else 0
-    first = [] if form == "nvfp4 linear" and sums else ["ask"]  # linear_wide is faster without, for E2M1
-    programs = order.count("wait") - sums
+    first = (
+        [] if form == "nvfp4 linear" and sums else ["ask"]
+    )  # linear_wide is faster without asking for E2M1
+    programs = order.count("next") - sums
+    assert programs > 0
     assert order == [*first, "wait", "next"] * programs + ["next", "wait"] * sums
     if first:
         row, column = np.divmod(np.concatenate(asked) - codes.data_ptr(), 4096)
