@@ -66,16 +66,17 @@ REASONS = (
         "all that without reading codes; 15.6 with codes and without x; 11.3 with codes, neither decoded nor "
         "multiplied with new x. Reading the codes alone takes 10.2. So reading is hidden but for 2 us, and computing "
         "is what would have to be shorter: the tensor cores take 5.1 us for products that take 2.2 at their peak "
-        "rate, and decoding fills four fifths of the issue slots of the rest. What read earlier or deeper was slower "
-        "than 16.1: codes by asynchronous copies in 2 to 5 stages (27 us and more), by TMA (17.5), in registers two "
-        "steps ahead (18.3), brought into the L2 cache by bulk prefetches of 128 to 1024 bytes a row (18 to 20), "
-        "blocks' and the tensor's scales asked for before the first step (16.3). So were bodies of two steps (16.4), "
-        "weights decoded a product ahead (20.7: Triton sends them through shared memory), and, earlier, x two steps "
-        "ahead or by asynchronous copies, one to four products between barriers, 64 to 256 rows a program, 2 to 8 "
-        "shares, 64 to 190 registers, all of a step decoded at once. What helped: no codes asked for before the "
-        "launch's wait, and 512 columns a program where shares are added, 16.1 to 15.5. Not tried: products that run "
-        "while the next weights are decoded, for which Triton's language has no words and Gluon's has; nor sums that "
-        "the last program of a band adds, which needs counters that are zero, and no two streams could share them.",
+        "rate, and four fifths of the issue slots are used where nothing is read. What read earlier or deeper was "
+        "slower than 16.1: codes by asynchronous copies in 2 to 5 stages (27 us and more), by TMA (17.5), in "
+        "registers two steps ahead (18.3), brought into the L2 cache by bulk prefetches of 128 to 1024 bytes a row "
+        "(18 to 20), blocks' and the tensor's scales asked for before the first step (16.3). So were bodies of two "
+        "steps (16.4), weights decoded a product ahead (20.7: Triton sends them through shared memory), and, earlier, "
+        "x two steps ahead or by asynchronous copies, one to four products between barriers, 64 to 256 rows a "
+        "program, 2 to 8 shares, 64 to 190 registers, all of a step decoded at once. What helped: no codes asked for "
+        "before the launch's wait, and 512 columns a program where shares are added, 16.1 to 15.5. Not tried: "
+        "products that run while the next weights are decoded, for which Triton's language has no words and Gluon's "
+        "has; nor sums that the last program of a band adds, which needs counters that are zero, and no two streams "
+        "could share them.",
     ),
     Reason(
         "linear_gpu",
