@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["olq.testing.poison", "recording"]
+pytest_plugins = ["olq.testing.poison", "recording", "interpreting"]
 
 # One example may be slow, the first call of an operator loads code; pytest-timeout bounds the whole test.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
