@@ -28,15 +28,16 @@ REASONS = (
     Reason(
         "forward_gpu",
         {"case": "tensor", "m": 4096},
-        "Quantizing x by one scale reads it twice: 45 us for 64 MiB, of which reading at the rate of a copy is 16 and "
-        "reading and writing 24. Kept: the second sweep begins where the first ended and is started while that ends, "
-        "and what is read first is marked as what the cache may lose; together 3 us. No difference: half as many "
-        "programs, the second sweep's reads marked too, 24 and 40 MiB kept for it instead of 32. One cooperative "
-        "launch for both sweeps, whose programs wait for each other in between and hold 24 MiB of x in registers "
-        "meanwhile, took 43.8 us by itself where the two launches took 46.5 in the same run, and had 0.913 where they "
-        "had 0.904: not enough to have a second way for it. With 20 MiB, and no tile asked for before the one in "
-        "front of it was done, it was no faster than the two. Not tried: more of x held, spilled to local memory that "
-        "L1 holds. A maximum from the layer in front would save a read.",
+        "Quantizing x by one scale reads it twice. 38 us are allowed for 64 MiB; at the rate of a copy reading takes "
+        "16 and reading and writing 24, so that some of it has to come from the L2 cache; 45 to 47 are taken. Kept: "
+        "the second sweep begins where the first ended and is started while that ends, and what is read first is "
+        "marked as what the cache may lose; together 3 us. No difference: half as many programs, the second sweep's "
+        "reads marked too, 24 and 40 MiB of L2 taken to hold x instead of 32. One cooperative launch for both sweeps, "
+        "whose programs wait for each other in between and hold 24 MiB of x in registers meanwhile, took 43.8 us "
+        "where the two launches took 46.5, by themselves, and in a layer had 0.913 where they had 0.904: not enough "
+        "to have a second way for it. With 20 MiB, and no tile asked for before the one in front of it was done, it "
+        "was no faster than the two. Not tried: more of x held, spilled to local memory that L1 holds. A maximum from "
+        "the layer in front would save a read.",
     ),
     Reason(
         "linear_gpu",
@@ -60,23 +61,23 @@ REASONS = (
         "linear_gpu",
         {"case": "nvfp4", "rows_of_x": 16},
         "36 MiB take 9 us at the rate of a copy, 14 are allowed, and computing takes as long by itself. Taken apart "
-        "in one process, in which the kernel took 16.1 us: it takes 5.5, 10.6 and 16.5 if it stops after 1, 4 and 8 "
-        "steps, so 4 to 5 us do not depend on the columns (two launches, addresses, the first reads, the sums). All 8 "
-        "steps take 8.9 us if they only multiply what is there, 13.4 if they decode it too, 14.2 with each step's x, "
-        "all that without reading codes; 15.6 with codes and without x; 11.3 with codes, neither decoded nor "
-        "multiplied with new x. Reading the codes alone takes 10.2. So reading is hidden but for 2 us, and computing "
-        "is what would have to be shorter: the tensor cores take 5.1 us for products that take 2.2 at their peak "
-        "rate, and four fifths of the issue slots are used where nothing is read. What read earlier or deeper was "
-        "slower than 16.1: codes by asynchronous copies in 2 to 5 stages (27 us and more), by TMA (17.5), in "
-        "registers two steps ahead (18.3), brought into the L2 cache by bulk prefetches of 128 to 1024 bytes a row "
-        "(18 to 20), blocks' and the tensor's scales asked for before the first step (16.3). So were bodies of two "
-        "steps (16.4), weights decoded a product ahead (20.7: Triton sends them through shared memory), and, earlier, "
-        "x two steps ahead or by asynchronous copies, one to four products between barriers, 64 to 256 rows a "
-        "program, 2 to 8 shares, 64 to 190 registers, all of a step decoded at once. What helped: no codes asked for "
-        "before the launch's wait, and 512 columns a program where shares are added, 16.1 to 15.5. Not tried: "
-        "products that run while the next weights are decoded, for which Triton's language has no words and Gluon's "
-        "has; nor sums that the last program of a band adds, which needs counters that are zero, and no two streams "
-        "could share them.",
+        "before the last changes, when the kernel took 16.1 us: a variant that can stop takes 5.5, 10.6 and 16.5 for "
+        "1, 4 and all 8 steps, so 4 to 5 us do not depend on the columns (two launches, addresses, the first reads, "
+        "the sums). All 8 steps take 8.9 us if they only multiply what is there, 13.4 if they decode it too, 14.2 "
+        "with each step's x, all that without reading codes; 15.6 with codes and without x; 11.3 with codes that are "
+        "not decoded, and the first step's x in each. Reading the codes alone takes 10.2. So reading is hidden but "
+        "for 2 us, and computing is what would have to be shorter: products alone add 0.64 us a step, 5.1 in all, and "
+        "take 2.2 at the tensor cores' peak rate, and four fifths of the issue slots are used where nothing is read. "
+        "What read earlier or deeper was slower than 16.1: codes by asynchronous copies in 2 to 5 stages (27 us and "
+        "more), by TMA (17.5), in registers two steps ahead (18.3), brought into the L2 cache by bulk prefetches of "
+        "128 to 1024 bytes a row (18 to 20), blocks' and the tensor's scales asked for before the first step (16.3). "
+        "So were bodies of two steps (16.4), weights decoded a product ahead (20.7: Triton sends them through shared "
+        "memory), and, earlier, x two steps ahead or by asynchronous copies, one to four products between barriers, "
+        "64 to 256 rows a program, 2 to 8 shares, 64 to 190 registers, all of a step decoded at once. What helped: no "
+        "codes asked for before the launch's wait, and 512 columns a program where shares are added, 16.1 to 15.5. "
+        "Not tried: products that run while the next weights are decoded, for which Triton's language has no words "
+        "and Gluon's has; nor sums that the last program of a band adds, which needs counters that are zero, and no "
+        "two streams could share them.",
     ),
     Reason(
         "linear_gpu",
