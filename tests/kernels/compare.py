@@ -4,6 +4,9 @@ On a GPU a call is made twice: the second is launched without Triton's front, fr
 kernels run under Triton's interpreter, in a process of their own (test_interpreter).
 """
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -14,13 +17,19 @@ from olq import kernels
 from olq.kernels.launching import interpreted
 from olq.numerics import fp8
 
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.skipif(not interpreted(), reason="runs in test_interpreter")),
-        pytest.param("cuda", marks=pytest.mark.cuda),
-    ],
-)
+_MARKS = {
+    "cpu": pytest.mark.skipif(not interpreted(), reason="runs in test_interpreter"),
+    "cuda": pytest.mark.cuda,
+}
+DEVICES = pytest.mark.parametrize("device", [pytest.param(d, marks=m) for d, m in _MARKS.items()])
+
+
+def cases(some: Sequence[tuple[object, ...]], *every: Sequence[object]) -> list[object]:
+    """Some cases for the interpreter, which takes its time; these and all combinations for a GPU; last, the device."""
+    found = {"cpu": some, "cuda": dict.fromkeys([*some, *itertools.product(*every)])}
+    return [pytest.param(*case, d, marks=m) for d, m in _MARKS.items() for case in found[d]]
+
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OUTPUTS = {
     "dequantize_fp8_": (2,),

@@ -20,7 +20,6 @@ POISON = 0xFF
 _NONE = np.empty((0, 0), np.float32)
 """For who asks only about plans: oracles take their time."""
 
-
 FORMATS = (
     "fp8 tensor",
     "fp8 channel",

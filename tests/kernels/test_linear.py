@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.compare import DEVICES
+from kernels.compare import DEVICES, cases
 from kernels.linear_cases import FORMATS, Weight, largest_error, make, product
 from torch.nn import functional
 
@@ -67,8 +67,7 @@ STEPS += [
 ]
 
 
-@DEVICES
-@pytest.mark.parametrize(("form", "rows", "k"), STEPS)
+@pytest.mark.parametrize(("form", "rows", "k", "device"), cases(STEPS, FORMATS, (2, 9, 20, 40), (2048, 2100)))
 def test_steps_of_a_program_follow_each_other(form, rows, k, device, monkeypatch):
     for limit in ("_MOST_SHARES", "_WARPS", "_MANY"):  # else each step would be another program's or warp's
         monkeypatch.setattr(plan_shares, limit, 1)
@@ -178,17 +177,20 @@ def test_tensor_scales_of_any_size(s2, rows, dtype, device):
     assert same(torch.where(finite, y, 0), torch.where(finite, w[:, :rows].T, 0))
 
 
+SCALED = ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 group", "nvfp4 linear")
 INFINITE = [
     (form, 0, m, k)
-    for form in ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 group", "nvfp4 linear")
+    for form in SCALED
     for m, k in ((1, 300), (1, 2100), (9, 300), (9, 1100), (20, 300), (20, 1100))
 ]
 INFINITE += [(form, -1, m, k) for form in ("fp8 channel", "fp8 block") for m, k in ((9, 300), (40, 192))]
 INFINITE += [("fp8 group", -1, m, k) for m, k in ((1, 300), (9, 300), (20, 300), (20, 1100), (40, 192))]
 
 
-@DEVICES
-@pytest.mark.parametrize(("form", "which", "m", "k"), INFINITE)
+@pytest.mark.parametrize(
+    ("form", "which", "m", "k", "device"),
+    cases(INFINITE, SCALED, (0, -1), (1, 9, 20, 40), (192, 300, 2100)),
+)
 def test_an_infinite_scale_gives_infinite_sums(form, m, k, which, device):
     """Of the last columns too, where steps of a program may lie beyond them."""
     weight = make(form, [16], k)
@@ -251,9 +253,8 @@ def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device
     args = (torch.ones(m, 1060, dtype=torch.bfloat16), codes, *rest, None, [40], [0], *weight.rest)
     assert kernels.launch(weight.operator, args, (torch.empty(m, 40, dtype=torch.bfloat16),))
     sums = m if m > 8 else 0
-    first = (
-        [] if form == "nvfp4 linear" and sums else ["ask"]
-    )  # linear_wide is faster without asking for E2M1
+    # linear_wide is faster without asking for E2M1 codes.
+    first = [] if form == "nvfp4 linear" and sums else ["ask"]
     programs = order.count("next") - sums
     assert programs > 0
     assert order == [*first, "wait", "next"] * programs + ["next", "wait"] * sums
