@@ -14,7 +14,7 @@ linear_decode                    device functions: codes to operands of a produc
 linear_weights                   device functions: a program's part of a quantized weight, read and decoded
 plan_shares                      how programs divide a product, tuned on an H200
 linear_small, linear_wide        the kernels that multiply some rows by a quantized weight
-fp8, blockscaled, tensor, decode, activations, product    kernels
+fp8, blockscaled, tensor, tensor_once, decode, activations, product    kernels
 plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it
 
 No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
@@ -25,9 +25,11 @@ what codes and scales say, float32 scales after the sum: see olq.ops.linear.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from olq.kernels import plans
 from olq.kernels.launching import current_stream as current_stream
-from olq.kernels.launching import launch, renew, replay, unavailable
+from olq.kernels.launching import launch, renew, replay, suited, unavailable
 from olq.kernels.plan_dummy import fill_uniform
 
 __all__ = ["Path", "fill_uniform", "launch", "path", "renew", "replay", "table"]
@@ -67,6 +69,7 @@ def path(operator: str, *args: object) -> Path:
     plan = reason or plans.plan(operator, args)
     if isinstance(plan, str):
         return Path(operator, (), plan)
+    plan = suited(plan, next(a.device for a in args if isinstance(a, Tensor)))
     return Path(operator, tuple(launch.kernel for launch in plan.launches), "")
 
 

@@ -133,12 +133,21 @@ def launch(operator: str, args: Sequence[object], outputs: tuple[Tensor, ...] = 
     if isinstance(plan, str):
         return False
     first = next(a for a in every if isinstance(a, Tensor))
+    plan = suited(plan, first.device)
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device(first.device):
             _first(operator, plan, args, outputs, first.device)
     else:
         _first(operator, plan, args, outputs, first.device)
     return True
+
+
+def suited(plan: Plan, device: torch.device) -> Plan:
+    """What a device launches: `plan.at_once` if there is one, and the device can run its programs together."""
+    faster = plan.at_once
+    if faster is None or any(one.grid[0] > _together(device) for one in faster.launches if one.together):
+        return plan
+    return faster
 
 
 def launch_once(one: Launch, tensors: Sequence[Tensor]) -> None:
@@ -212,6 +221,8 @@ def settings(one: Launch, device: torch.device) -> dict[str, object]:
         found["EARLY"] = _early(device)
         if one.waits and _early(device):
             found["launch_pdl"] = True
+    if one.together and device.type == "cuda":
+        found["launch_cooperative_grid"] = True
     # Only CUDA's compiler is told a number of registers.
     unknown = () if torch.version.cuda is not None else ("maxnreg",)
     return found | {name: value for name, value in one.options.items() if name not in unknown}
@@ -237,6 +248,14 @@ def _hardware(device: torch.device) -> bool:
 def _early(device: torch.device) -> bool:
     """Whether a kernel may be started before the one in front of it on its stream is done, and wait by itself."""
     return _hardware(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _together(device: torch.device) -> int:
+    """Programs that may wait for each other: one a multiprocessor; in the interpreter one, which runs them in turn."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if _early(device) else 0
 
 
 @functools.cache

@@ -3,19 +3,16 @@
 import torch
 from torch import Tensor
 
-from olq.kernels import tiles
+from olq.kernels import plan_tensor, tiles
 from olq.kernels.shapes import (
-    SCRATCH,
     Launch,
     Matrices,
     Plan,
     cover,
     is_tall,
-    magnitudes_of,
     matrices_of,
     reading_of,
     strides_of,
-    sweep_of,
     tiling_of,
     wide,
 )
@@ -47,7 +44,7 @@ def quantize_fp8(
     if tiles.power_of_two(rows) * max(tiles.power_of_two(columns), 16) <= tiles.UNIT_ELEMENTS:
         return _fp8_blocks(shape, source, codes, scale, (rows, columns), constants)
     if (rows, columns) == (n, k):
-        return _fp8_tensor(shape, source, codes, scale, constants)
+        return plan_tensor.quantize_fp8(shape, source, codes, scale, constants)
     return f"a unit of {rows} x {columns} is neither a row, nor the whole matrix, nor fits in one program"
 
 
@@ -140,27 +137,3 @@ def _fp8_blocks(
         tile.warps,
     )
     return Plan((one,))
-
-
-def _fp8_tensor(
-    shape: Matrices, source: Tensor, codes: Tensor, scale: Tensor, constants: dict[str, object]
-) -> Plan:
-    reading = {name: value for name, value in constants.items() if name != "POWER"}
-    first, count = magnitudes_of(shape, source, reading)
-    sweep = sweep_of(tiles.encoding, shape, source, codes)
-    second = Launch(
-        "tensor.quantize_tensor",
-        (0, 1, 2, SCRATCH),
-        (
-            *sweep.numbers,
-            count,
-            *strides_of(shape.steps[0], source),
-            *strides_of(shape.steps[1], codes),
-            shape.steps[2],
-        ),
-        {**constants, "COUNT": tiles.power_of_two(count), **sweep.tiling(source, codes)},
-        (sweep.programs, 1, shape.matrices),
-        sweep.tile.warps,
-        waits=True,
-    )
-    return Plan((first, second), count * shape.matrices)

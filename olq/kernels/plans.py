@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from olq.kernels import plan_activations as activations
+from olq.kernels import tiles
 from olq.kernels.plan_blocks import nvfp4_tensor_scale, quantize_mxfp8, quantize_nvfp4
 from olq.kernels.plan_decode import dequantize_fp8, dequantize_mxfp8, dequantize_nvfp4
 from olq.kernels.plan_fp8 import quantize_fp8
@@ -33,11 +34,20 @@ _PLANS: dict[str, Callable[..., Plan | str]] = {
     "silu_mul_quantize_fp8": activations.silu_mul_quantize_fp8,
 }
 
+_LEAST = -(-tiles.TOGETHER * tiles.HELD[-1] * tiles.UNIT_WORDS * 4 >> 20)
+_MOST = tiles.LARGEST_AT_ONCE * 2 >> 20
+
 TABLE = (
     ("quantize_fp8_", "unit 1 x k (channel, token)", "fp8.quantize_rows"),
     ("quantize_fp8_", "unit 1 x g, g a power of two from 16 to 4096", "fp8.quantize_groups"),
     ("quantize_fp8_", "unit of up to 16384 elements (128 x 128)", "fp8.quantize_blocks"),
     ("quantize_fp8_", "unit n x k (tensor)", "tensor.amax_partials, tensor.quantize_tensor"),
+    (
+        "quantize_fp8_",
+        f"the same, one dense matrix, 16 bits, {_LEAST} to {_MOST} MiB, on a GPU of 9.0 or later with "
+        f"{tiles.TOGETHER} multiprocessors",
+        "tensor_once.clear, tensor_once.quantize_tensor",
+    ),
     ("quantize_fp8_", "any other unit", "olq.numerics"),
     ("quantize_mxfp8_", "any rule, linear or swizzled", "blockscaled.quantize_mxfp8"),
     ("nvfp4_tensor_scale_", "any", "tensor.amax_partials, tensor.nvfp4_scale"),

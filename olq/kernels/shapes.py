@@ -42,6 +42,8 @@ class Launch:
         waits: before it touches memory the kernel itself waits for the launch in front of it on its stream, which
             need not be done when it starts. Its constant EARLY, and that of a kernel that lets the next one start, are
             set where a GPU can do so.
+        together: its programs wait for each other, so that all have to run at the same time: a cooperative launch.
+            Each takes a multiprocessor for itself.
     """
 
     kernel: str
@@ -52,14 +54,22 @@ class Launch:
     warps: int
     options: dict[str, int] = field(default_factory=dict)
     waits: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Launches in order, and how many float32 of scratch they share."""
+    """Launches in order.
+
+    Args:
+        launches: of one call.
+        scratch: float32 that they share.
+        at_once: a faster plan with launches that are `together`, for a GPU that can run so many programs.
+    """
 
     launches: tuple[Launch, ...]
     scratch: int = 0
+    at_once: "Plan | None" = None
 
 
 @dataclass(frozen=True, slots=True)

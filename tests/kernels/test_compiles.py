@@ -1,4 +1,4 @@
-"""Kernels of products compile for GPUs that are not here, with the Triton that is: what its interpreter can't say."""
+"""Kernels of products and of whole matrices compile for GPUs that are not here: what Triton's interpreter can't say."""
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ def compile_all(operator: str, args: tuple[object, ...], capability: int) -> lis
     """Compile what a call launches; the kernels' names."""
     plan = plans.plan(operator, args)
     assert isinstance(plan, Plan), plan
+    plan = plan.at_once or plan
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     for one in plan.launches:
         assert "cubin" in compiled(one, tensors, capability).asm
@@ -90,3 +91,13 @@ def test_products_of_codes_compile(form, m, capability):
     out = torch.empty(m, 64, dtype=torch.bfloat16)
     args = (x, s, *weight.tensors, None, [64], [0], *weight.rest, out)
     assert compile_all("multiply_codes_fp8_", args, capability) == ["linear_small.product"]
+
+
+@pytest.mark.parametrize("columns", [8192, 8200], ids=["whole units", "a rest"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_one_launch_for_a_whole_matrix_compiles(columns, dtype, capability):
+    w = torch.empty(1400, columns, dtype=dtype, device="meta")
+    args = (w, torch.empty_like(w, dtype=torch.uint8), w.new_empty(1, 1, dtype=torch.float32), 0, 0, False)
+    names = compile_all("quantize_fp8_", args, capability)
+    assert names == ["tensor_once.clear", "tensor_once.quantize_tensor"]

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
     ("file", "which", "least"),
     [
         ("kernels/test_bytes", "cpu", 40),
+        ("kernels/test_tensor_once", "cpu", 35),
         ("kernels/test_activations", "cpu", 40),
         ("kernels/test_batch", "cpu", 30),
         ("kernels/test_dummy", "cpu", 70),

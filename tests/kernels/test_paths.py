@@ -98,6 +98,7 @@ def test_the_table_names_every_kernel():
         for launch in plans.plan("quantize_fp8_", fp8(300, 1000, block)).launches  # pyright: ignore
     }
     for name in kernel_names | {
+        "tensor_once.clear, tensor_once.quantize_tensor",
         "blockscaled.quantize_mxfp8",
         "tensor.nvfp4_scale",
         "decode.dequantize_nvfp4",
@@ -154,12 +155,22 @@ def launches(operator: str, args: tuple[object, ...]):
     return plan.launches
 
 
-WAITING = {"tensor.quantize_tensor", "tensor.nvfp4_scale", "blockscaled.quantize_nvfp4"}
+WAITING = {
+    "tensor.quantize_tensor",
+    "tensor_once.quantize_tensor",
+    "tensor.nvfp4_scale",
+    "blockscaled.quantize_nvfp4",
+}
+FIRST = {"tensor.amax_partials", "tensor_once.clear"}
+"""Kernels that let the next one start."""
 
 
 def some_launches():
     """Of every operator that quantizes a weight."""
     found = [one for block in UNITS for one in launches("quantize_fp8_", fp8(300, 1000, block))]
+    at_once = plans.plan("quantize_fp8_", fp8(3000, 1000, (0, 0))).at_once  # pyright: ignore
+    assert at_once is not None
+    found += at_once.launches
     w, s2, place = meta(300, 1000), meta(1, dtype=torch.float32)[0], ("linear", 0, 1, 0, None, False)
     found += launches("nvfp4_tensor_scale_", (w, s2, None, False))
     codes, scales = meta(300, 500, dtype=torch.uint8), meta(300, 63, dtype=torch.uint8)
@@ -178,7 +189,7 @@ def test_only_what_waits_is_started_early(monkeypatch):
         monkeypatch.setattr(launching, "_early", lambda device, early=early: early)
         for one in some_launches():
             found = launching.settings(one, torch.device("cpu"))
-            knows = one.waits or one.kernel == "tensor.amax_partials"
+            knows = one.waits or one.kernel in FIRST
             assert found.get("EARLY") == (early if knows else None), one.kernel
             assert ("launch_pdl" in found) == (early and one.waits), one.kernel
 

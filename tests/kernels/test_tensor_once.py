@@ -1,0 +1,174 @@
+"""One scale for a whole matrix in one launch: programs that wait for each other write what the reference writes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels.compare import DEVICES, assert_equal, bit_patterns, fp8_call, weight
+from torch import Tensor
+
+from numerics.cases import poison, weights
+from olq import kernels
+from olq.kernels import launching, plans, tiles
+from olq.kernels.shapes import Plan
+
+UNIT = 2 * tiles.UNIT_WORDS
+LEAST = tiles.TOGETHER * tiles.HELD[-1] * UNIT
+"""Elements of the smallest matrix that it is for."""
+
+ONCE = ("tensor_once.clear", "tensor_once.quantize_tensor")
+SWEEPS = ("tensor.amax_partials", "tensor.quantize_tensor")
+
+
+@pytest.fixture
+def sizes(device, monkeypatch):
+    """(programs, elements of a unit, of all units that are held): few for the interpreter, which runs one program."""
+    if device == "cuda":
+        return tiles.TOGETHER, UNIT, LEAST
+    for name, value in (("TOGETHER", 1), ("UNIT_WORDS", 1024), ("HELD", (9,)), ("HELD_AHEAD", 3)):
+        monkeypatch.setattr(tiles, name, value)
+    return 1, 2048, 9 * 2048  # more than one program of another kernel holds
+
+
+def assert_at_once(w: Tensor, device: str, power_of_two: bool = False) -> None:
+    operator, args = fp8_call(w, (0, 0), power_of_two)
+    found = plans.plan(operator, args)
+    assert isinstance(found, Plan)
+    launched = launching.suited(found, torch.device(device))
+    assert tuple(one.kernel for one in launched.launches) == ONCE
+    assert_equal(operator, args, device)
+
+
+@DEVICES
+@pytest.mark.parametrize("each", [0, 1, 3, 6, 7, 11, 15])
+@pytest.mark.parametrize("rest", [0, 2, 34])
+def test_any_number_of_units_and_a_rest(each, rest, device, sizes):
+    programs, unit, least = sizes
+    some = 0 if rest == 34 else programs // 3  # programs with one more than the others
+    assert_at_once(weight(2, (least + (each * programs + some) * unit + rest) // 2, seed=each), device)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("finite", [True, False])
+def test_every_kind_of_number(dtype, finite, device, sizes):
+    programs, unit, least = sizes
+    w = bit_patterns(4, (least + 9 * programs * unit + 24) // 4, dtype=dtype, finite=finite)
+    for power_of_two in (False, True):
+        assert_at_once(w, device, power_of_two)
+
+
+@DEVICES
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, torch.nan, -torch.inf])
+@pytest.mark.parametrize("at", [0, 77, -1])
+def test_one_number_among_zeros(value, at, device, sizes):
+    _, unit, least = sizes
+    w = torch.zeros(2, (least + 5 * unit + 10) // 2, dtype=torch.bfloat16)
+    w.view(-1)[at], w.view(-1)[at - 5] = value, -0.0
+    assert_at_once(w, device)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("held", tiles.HELD)
+def test_as_many_units_in_registers_as_there_are(held):
+    operator, args = fp8_call(weight(held * 66 + 11, 8192), (0, 0))
+    found = plans.plan(operator, args)
+    assert isinstance(found, Plan)
+    assert found.at_once is not None
+    assert found.at_once.launches[1].constants["HELD"] == held
+    assert_equal(operator, args, "cuda")
+
+
+@pytest.mark.cuda
+@given(units=st.integers(0, 300), w=weights(4, 96), place=st.floats(0, 1))
+def test_drawn_rows_anywhere_in_a_matrix(units, w, place):
+    every = torch.zeros(LEAST + units * UNIT, dtype=torch.bfloat16)
+    start = int(place * (every.numel() - w.numel()))
+    every[start : start + w.numel()] = w.to(torch.bfloat16).flatten()
+    assert_at_once(every.view(2, -1), "cuda")
+
+
+@pytest.mark.cuda
+def test_many_calls_on_two_streams_at_once():
+    _, args = fp8_call(weight(2048, 8192), (0, 0))
+    w = args[0].cuda()
+    want = poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")
+    torch.ops.olq.quantize_fp8_(w, *want, *args[3:])
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = [(poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")) for _ in range(40)]
+    torch.cuda.synchronize()
+    for i, outputs in enumerate(found):
+        with torch.cuda.stream(streams[i % 2]):
+            torch.ops.olq.quantize_fp8_(w, *outputs, *args[3:])
+    torch.cuda.synchronize()
+    for outputs in found:
+        assert all(a.equal(b) for a, b in zip(outputs, want, strict=True))
+
+
+@pytest.mark.cuda
+def test_a_graph_holds_it():
+    operator, args = fp8_call(weight(2048, 8192, seed=1), (0, 0))
+    w, codes, scale = (a.cuda() for a in args[:3])
+    torch.ops.olq.quantize_fp8_(w, codes, scale, *args[3:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.olq.quantize_fp8_(w, codes, scale, *args[3:])
+    for factor in (2.0, 3.0):
+        w.mul_(factor)
+        codes.fill_(0xA5)
+        graph.replay()
+        want = codes.cpu(), scale.cpu()
+        assert_equal(operator, (w.cpu(), *args[1:]), "cuda")
+        reference = poison(*w.shape), torch.empty(1, 1)
+        torch.ops.olq.quantize_fp8_(w.cpu(), *reference, *args[3:])
+        assert all(a.equal(b) for a, b in zip(want, reference, strict=True))
+
+
+def names(w: Tensor, codes: Tensor | None = None, device: str = "cuda", **reading: object) -> tuple[str, ...]:
+    operator, (_, other, *rest) = fp8_call(w, (0, 0), **reading)
+    found = plans.plan(operator, (w, other if codes is None else codes, *rest))
+    assert isinstance(found, Plan)
+    assert tuple(one.kernel for one in found.launches) == SWEEPS  # what a batch launches, and other devices
+    return tuple(one.kernel for one in launching.suited(found, torch.device(device)).launches)
+
+
+def test_which_matrices_it_is_for(monkeypatch):
+    monkeypatch.setattr(launching, "_together", lambda device: tiles.TOGETHER)
+    w = torch.zeros(LEAST // 4096 + 1, 4096, dtype=torch.bfloat16)
+    assert names(w) == names(w.half()) == names(w[1:]) == ONCE
+    assert names(w, saturate=False, through=torch.bfloat16) == ONCE
+    wider = torch.zeros(len(w), 4112, dtype=torch.uint8)
+    others = {
+        "smaller": names(w[2:]),
+        "float32": names(w.float()),
+        "rounded": names(w, through=torch.float16),
+        "saturated": names(w, saturate=True),
+        "rows apart": names(torch.zeros(len(w), 4112, dtype=w.dtype)[:, :4096]),
+        "codes apart": names(w, wider[:, :4096]),
+        "source not aligned": names(torch.zeros(w.numel() + 1, dtype=w.dtype)[1:].view(w.shape)),
+        "codes not aligned": names(w, torch.zeros(w.numel() + 8, dtype=torch.uint8)[8:].view(w.shape)),
+        "an odd number": names(torch.zeros(3, LEAST // 3 + 1 | 1, dtype=w.dtype)),
+        "experts": names(torch.zeros(2, *w.shape, dtype=w.dtype)),
+    }
+    assert others == dict.fromkeys(others, SWEEPS)
+
+
+def test_a_device_that_cannot_run_all_programs_sweeps_twice(monkeypatch):
+    w = torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16)
+    for programs, expected in ((tiles.TOGETHER, ONCE), (tiles.TOGETHER - 1, SWEEPS), (0, SWEEPS)):
+        monkeypatch.setattr(launching, "_together", lambda device, programs=programs: programs)
+        assert names(w) == expected
+    assert kernels.path("quantize_fp8_", *fp8_call(w, (0, 0))[1]).kernels in ((), SWEEPS)
+
+
+def test_its_programs_are_launched_together(monkeypatch):
+    pytest.importorskip("triton", reason="needs triton: install the extra `triton`")
+    for name in ("_hardware", "_early"):
+        monkeypatch.setattr(launching, name, lambda device: True)
+    found = plans.plan(*fp8_call(torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16), (0, 0)))
+    assert isinstance(found, Plan)
+    assert found.at_once is not None
+    for one in (*found.launches, *found.at_once.launches):
+        settings = launching.settings(one, torch.device("cuda"))
+        assert settings.get("launch_cooperative_grid", False) == one.together == (one.kernel == ONCE[1])
+        assert one.waits == ("launch_pdl" in settings)
