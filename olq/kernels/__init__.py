@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from olq.kernels import plans
+from olq.kernels.launching import allow_together, launch, renew, replay, suited, unavailable
 from olq.kernels.launching import current_stream as current_stream
-from olq.kernels.launching import launch, renew, replay, suited, unavailable
 from olq.kernels.plan_dummy import fill_uniform
 
-__all__ = ["Path", "fill_uniform", "launch", "path", "renew", "replay", "table"]
+__all__ = ["Path", "allow_together", "fill_uniform", "launch", "path", "renew", "replay", "table"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,10 @@ _NEW: dict[tuple[object, ...], tuple[torch.device, int, tuple["_Ready", ...], tu
 """The same for operators that return new tensors, and what these are."""
 
 
+_allowed = True
+"""Whether launches are made whose programs wait for each other."""
+
+
 class _Ready:
     """One launch, all but its addresses.
 
@@ -144,10 +148,25 @@ def launch(operator: str, args: Sequence[object], outputs: tuple[Tensor, ...] = 
 
 def suited(plan: Plan, device: torch.device) -> Plan:
     """What a device launches: `plan.at_once` if there is one, and the device can run its programs together."""
-    faster = plan.at_once
+    faster = plan.at_once if _allowed else None
     if faster is None or any(one.grid[0] > _together(device) for one in faster.launches if one.together):
         return plan
     return faster
+
+
+def allow_together(allowed: bool) -> None:
+    """Whether from now on launches may be made whose programs all run at the same time and wait for each other.
+
+    They are, unless this forbids it. Such a launch begins when every multiprocessor that it takes is free, on an H200
+    all of them: one that another stream's kernel holds until this stream goes on (a receiver that waits for what is
+    sent after the launch) would never be. It is refused, with CUDA's error, where a stream has only some
+    multiprocessors (green contexts). Forbidding it costs time only; bytes stay the same. CUDA graphs keep what they
+    captured.
+    """
+    global _allowed
+    _allowed = allowed
+    _READY.clear()
+    _NEW.clear()
 
 
 def launch_once(one: Launch, tensors: Sequence[Tensor]) -> None:

@@ -45,7 +45,7 @@ TABLE = (
     (
         "quantize_fp8_",
         f"the same, one dense matrix, 16 bits, {_LEAST} to {_MOST} MiB, on a GPU of 9.0 or later with "
-        f"{tiles.TOGETHER} multiprocessors",
+        f"{tiles.TOGETHER} multiprocessors or more, unless `allow_together` forbids it",
         "tensor_once.clear, tensor_once.quantize_tensor",
     ),
     ("quantize_fp8_", "any other unit", "olq.numerics"),

@@ -9,9 +9,10 @@ Letters   word = int32, two neighbouring elements of 16 bits; unit = UNIT words.
           read again, the last first; the L2 cache is asked to keep them so long.
 Ahead     AHEAD units are asked for before the AHEAD in front of them are used, so that reading never stops.
 TAIL      there are words beyond the last whole unit; they are the first program's.
-Slots     int32, one a program: 0, or one more than the magnitude that it found, which in 16-bit floats are bits that
-          compare as integers; NaN are the largest. A program waits for the very words that it needs, so nothing rests
-          on the order in which others become visible. `clear` makes them 0 first: memory of a call may hold anything.
+Slots     int32, one a program: EMPTY, or the largest magnitude that it found, which in 16-bit floats are bits that
+          compare as integers, and less; NaN are the largest. One reduction says whether a slot is empty and what the
+          largest magnitude is, of the same words, so nothing rests on the order in which others become visible, or on
+          which thread read a word. `clear` empties them first: memory of a call may hold anything.
 EARLY     `clear` lets the launch start at once, which waits before it touches memory.
 """
 
@@ -21,14 +22,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from olq.kernels.rounding import e4m3, fp8_scale
 
+EMPTY = tl.constexpr(1 << 16)
+
 
 @triton.jit
 def clear(slots, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr):
-    """All slots 0. SLOTS: a power of two that holds them."""
+    """All slots empty. SLOTS: a power of two that holds them."""
     if EARLY:
         gdc_launch_dependents()
     at = tl.arange(0, SLOTS)
-    tl.store(slots.to(tl.pointer_type(tl.int32)) + at, tl.zeros((SLOTS,), tl.int32), mask=at < PROGRAMS)
+    tl.store(slots.to(tl.pointer_type(tl.int32)) + at, tl.full((SLOTS,), EMPTY, tl.int32), mask=at < PROGRAMS)
 
 
 @triton.jit
@@ -164,12 +167,11 @@ def quantize_tensor(
     a = _ask_back(from_, at, AHEAD, HELD, APART, UNIT)  # while the others are waited for
 
     magnitude = tl.max(tl.maximum(running & 0xFFFF, running >> 16), 0)
-    tl.atomic_xchg(slots + program, magnitude + 1, sem="relaxed")
+    tl.atomic_xchg(slots + program, magnitude, sem="relaxed")
     slot = tl.arange(0, SLOTS)
-    found = tl.load(slots + slot, mask=slot < PROGRAMS, other=1, volatile=True)
-    while tl.min(found, 0) == 0:
-        found = tl.load(slots + slot, mask=slot < PROGRAMS, other=1, volatile=True)
-    magnitude = tl.max(found, 0) - 1
+    magnitude = tl.max(tl.load(slots + slot, mask=slot < PROGRAMS, other=0, volatile=True), 0)
+    while magnitude >= EMPTY:
+        magnitude = tl.max(tl.load(slots + slot, mask=slot < PROGRAMS, other=0, volatile=True), 0)
     if BFLOAT16:
         amax = ((magnitude + tl.zeros((1,), tl.int32)) << 16).to(tl.float32, bitcast=True)
     else:

@@ -1,5 +1,8 @@
 """One scale for a whole matrix in one launch: programs that wait for each other write what the reference writes."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +12,9 @@ from torch import Tensor
 
 from numerics.cases import poison, weights
 from olq import kernels
-from olq.kernels import launching, plans, tiles
-from olq.kernels.shapes import Plan
+from olq.kernels import launching, plan_tensor, plans, tiles
+from olq.kernels.shapes import Launch, Matrices, Plan, matrices_of
+from olq.numerics import fp8
 
 UNIT = 2 * tiles.UNIT_WORDS
 LEAST = tiles.TOGETHER * tiles.HELD[-1] * UNIT
@@ -30,6 +34,13 @@ def sizes(device, monkeypatch):
     return 1, 2048, 9 * 2048  # more than one program of another kernel holds
 
 
+def spread(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Numbers from 0.1 to 0.9 of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.rand(shape, generator=generator) * 1.6 - 0.8
+    return (w + torch.where(w < 0, -0.1, 0.1)).to(dtype)
+
+
 def assert_at_once(w: Tensor, device: str, power_of_two: bool = False) -> None:
     operator, args = fp8_call(w, (0, 0), power_of_two)
     found = plans.plan(operator, args)
@@ -45,7 +56,10 @@ def assert_at_once(w: Tensor, device: str, power_of_two: bool = False) -> None:
 def test_any_number_of_units_and_a_rest(each, rest, device, sizes):
     programs, unit, least = sizes
     some = 0 if rest == 34 else programs // 3  # programs with one more than the others
-    assert_at_once(weight(2, (least + (each * programs + some) * unit + rest) // 2, seed=each), device)
+    w = spread(2, (least + (each * programs + some) * unit + rest) // 2, seed=each)
+    assert_at_once(w, device)
+    w.view(-1)[-1 - each * unit] = -3.0
+    assert_at_once(w, device)
 
 
 @DEVICES
@@ -61,11 +75,103 @@ def test_every_kind_of_number(dtype, finite, device, sizes):
 @DEVICES
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, torch.nan, -torch.inf])
 @pytest.mark.parametrize("at", [0, 77, -1])
-def test_one_number_among_zeros(value, at, device, sizes):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_number_among_zeros(value, at, dtype, device, sizes):
     _, unit, least = sizes
-    w = torch.zeros(2, (least + 5 * unit + 10) // 2, dtype=torch.bfloat16)
+    w = torch.zeros(2, (least + 5 * unit + 10) // 2, dtype=dtype)
     w.view(-1)[at], w.view(-1)[at - 5] = value, -0.0
     assert_at_once(w, device)
+
+
+def of_small_units(
+    w: Tensor, programs: int, held: int, ahead: int
+) -> tuple[tuple[Launch, ...], list[Tensor]]:
+    """Launches with units of 32 elements, and their tensors: w, codes, scale and slots."""
+    codes, scale = poison(*w.shape), poison(1, 1, dtype=torch.float32)
+    shape = matrices_of(w, codes, scale)
+    assert isinstance(shape, Matrices)
+    constants: dict[str, object] = {"POWER": False, "THROUGH": "", "LARGEST": 0.0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("TOGETHER", programs),
+            ("UNIT_WORDS", 16),
+            ("HELD", (held,)),
+            ("HELD_AHEAD", ahead),
+        ):
+            patch.setattr(tiles, name, value)
+        found = plan_tensor.quantize_fp8(shape, w, codes, scale, constants).at_once
+    assert found is not None
+    assert found.scratch == programs
+    return found.launches, [w, codes, scale, torch.zeros(programs)]
+
+
+def magnitudes(w: Tensor, programs: int) -> Tensor:
+    """The largest of each program's elements as bits, of units of 32 elements: int32."""
+    bits = w.flatten().view(torch.int16).int() & 0x7FFF
+    whole = bits.numel() // 32 * 32
+    units = bits[:whole].view(-1, 32).amax(1)
+    largest = torch.stack([units[p::programs].max() for p in range(programs)])
+    if whole < bits.numel():
+        largest[0] = torch.maximum(largest[0], bits[whole:].max())
+    return largest
+
+
+@pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize(("held", "ahead"), [(1, 2), (3, 1), (2, 3)])
+@pytest.mark.parametrize("rest", [0, 10])
+def test_each_program_finds_and_writes_its_part_cpu(programs, held, ahead, rest):
+    """Slots hold already what other programs will find, so that one after the other waits for nobody."""
+    for each in (held + ahead, held + 3 * ahead + 1):
+        units = programs * each + (programs - 1) // 2
+        dtype = torch.float16 if rest else torch.bfloat16
+        w = spread(2, (32 * units + rest) // 2, dtype=dtype, seed=units)
+        for nth in range(each + 1):  # each program's largest is in each of its units once
+            v = w.clone()
+            for unit in range(nth * programs, min((nth + 1) * programs, units + (rest > 0))):
+                v.view(-1)[32 * unit + 7] = -2.0 - unit % programs / 8
+            (_, one), tensors = of_small_units(v, programs, held, ahead)
+            largest = magnitudes(v, programs)
+            tensors[3].view(torch.int32).copy_(largest)
+            with np.errstate(all="ignore"):
+                launching.launch_once(one, tensors)
+            want = poison(*v.shape), poison(1, 1, dtype=torch.float32)
+            fp8.quantize_(v, *want, (0, 0))
+            assert tensors[3].view(torch.int32).equal(largest), (units, nth)
+            assert all(found.equal(known) for found, known in zip(tensors[1:3], want, strict=True)), (
+                units,
+                nth,
+            )
+
+
+@pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+def test_slots_are_emptied_first_cpu():
+    (clear, _), tensors = of_small_units(spread(2, 320), 5, 1, 1)
+    tensors[3] = torch.full((9,), 7.0)
+    launching.launch_once(clear, tensors)
+    slots = tensors[3].view(torch.int32)
+    assert (slots[:5] > 0x7FFF).all()  # more than any magnitude
+    assert tensors[3][5:].eq(7.0).all()
+
+
+@pytest.mark.cuda
+def test_whatever_its_slots_held_before():
+    w = spread(512, 8192)
+    w[300, 4000] = 2.5
+    found = plans.plan(*fp8_call(w, (0, 0)))
+    assert isinstance(found, Plan)
+    assert found.at_once is not None
+    want = poison(*w.shape), poison(1, 1, dtype=torch.float32)
+    fp8.quantize_(w, *want, (0, 0))
+    for held in (0, 1, 0x3F00, 0x7FFF, -1):
+        tensors = [w.cuda(), poison(*w.shape).cuda(), poison(1, 1, dtype=torch.float32).cuda()]
+        tensors.append(
+            torch.full((tiles.TOGETHER,), held, dtype=torch.int32, device="cuda").view(torch.float32)
+        )
+        for one in found.at_once.launches:
+            launching.launch_once(one, tensors)
+        assert tensors[1].cpu().equal(want[0]), held
+        assert tensors[2].cpu().equal(want[1]), held
 
 
 @pytest.mark.cuda
@@ -80,7 +186,7 @@ def test_as_many_units_in_registers_as_there_are(held):
 
 
 @pytest.mark.cuda
-@given(units=st.integers(0, 300), w=weights(4, 96), place=st.floats(0, 1))
+@given(units=st.integers(0, 3000), w=weights(4, 96), place=st.floats(0, 1))
 def test_drawn_rows_anywhere_in_a_matrix(units, w, place):
     every = torch.zeros(LEAST + units * UNIT, dtype=torch.bfloat16)
     start = int(place * (every.numel() - w.numel()))
@@ -125,7 +231,7 @@ def test_a_graph_holds_it():
 
 
 def names(w: Tensor, codes: Tensor | None = None, device: str = "cuda", **reading: object) -> tuple[str, ...]:
-    operator, (_, other, *rest) = fp8_call(w, (0, 0), **reading)
+    operator, (_, other, *rest) = fp8_call(w[..., :1, :1] if w.is_meta else w, (0, 0), **reading)
     found = plans.plan(operator, (w, other if codes is None else codes, *rest))
     assert isinstance(found, Plan)
     assert tuple(one.kernel for one in found.launches) == SWEEPS  # what a batch launches, and other devices
@@ -148,9 +254,35 @@ def test_which_matrices_it_is_for(monkeypatch):
         "source not aligned": names(torch.zeros(w.numel() + 1, dtype=w.dtype)[1:].view(w.shape)),
         "codes not aligned": names(w, torch.zeros(w.numel() + 8, dtype=torch.uint8)[8:].view(w.shape)),
         "an odd number": names(torch.zeros(3, LEAST // 3 + 1 | 1, dtype=w.dtype)),
+        "larger": names(
+            torch.empty((1 << 28) // 4096 + 1, 4096, dtype=w.dtype, device="meta"),
+            torch.empty((1 << 28) // 4096 + 1, 4096, dtype=torch.uint8, device="meta"),
+        ),
         "experts": names(torch.zeros(2, *w.shape, dtype=w.dtype)),
     }
     assert others == dict.fromkeys(others, SWEEPS)
+
+
+def test_who_may_wait_for_each_other(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=142)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for early, programs in ((True, 142), (False, 0)):  # compute capability 8.9 has not all instructions
+        monkeypatch.setattr(launching, "_early", lambda device, early=early: early)
+        assert launching._together.__wrapped__(torch.device("cuda")) == programs
+    assert launching._together.__wrapped__(torch.device("cpu")) == 1
+
+
+def test_it_can_be_forbidden(monkeypatch):
+    monkeypatch.setattr(launching, "_together", lambda device: tiles.TOGETHER)
+    w = torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16)
+    launching._READY["a call"] = ()  # pyright: ignore[reportArgumentType]
+    try:
+        kernels.allow_together(False)
+        assert not launching._READY
+        assert names(w) == SWEEPS
+    finally:
+        kernels.allow_together(True)
+    assert names(w) == ONCE
 
 
 def test_a_device_that_cannot_run_all_programs_sweeps_twice(monkeypatch):
