@@ -29,11 +29,11 @@ REASONS = (
         "forward_gpu",
         {"case": "tensor", "m": 4096},
         "Quantizing x by one scale reads it twice. 38 us are allowed for 64 MiB; at the rate of a copy reading takes "
-        "16 and reading and writing 24, so that some of it has to stay on the multiprocessors. Two launches took 45 to "
+        "16 and reading and writing 24, so that some of it has to stay in registers or L2. Two launches took 45 to "
         "47 us, and the layer had 0.903; one cooperative launch takes 34 to 36 by itself: its programs hold 21 MiB in "
         "registers, wait for each other, and read the rest again. With it the layer had 0.924, 0.926 and 0.927 in "
         "three processes (docs/design/0010-one-scale-for-a-matrix.md). A variant that stops when all magnitudes are "
-        "known took 22 us, 8 of which it also took for a matrix of one unit a program: two launches, one of which "
+        "known took 22 us, and 8 for a matrix of one unit a program: two launches, one of which "
         "clears 132 words, waiting for the others, and instructions that are fetched once. A maximum from the layer in "
         "front would save a read.",
     ),
@@ -81,7 +81,8 @@ REASONS = (
         "took 16.5, codes two steps ahead 17.4; codes by TMA 17.4 with 2 stages, 18.4 with 3, 19.5 with 4; "
         "asynchronous wgmma while the next piece is decoded 18.9; x of all steps laid down beforehand 20 to 25. "
         "What is asked for earlier comes later: the first step's codes queue behind the next steps', and computing is "
-        "what follows. 4 % are not enough for a second kernel, which Triton's interpreter can't run. Not tried: sums "
+        "what follows. A gain of 4 % would miss the target too, and is not enough for a second kernel that Triton's "
+        "interpreter can't run. (Processes differ by 1 us: compare within a sentence.) Not tried: sums "
         "that the last program of a band adds, which needs counters that are zero, and no two streams could share "
         "them.",
     ),

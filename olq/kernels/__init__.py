@@ -17,7 +17,8 @@ linear_small, linear_wide        the kernels that multiply some rows by a quanti
 fp8, blockscaled, tensor, tensor_once, decode, activations, product    kernels
 plan_dummy, dummy    dummy weights: no operator; olq.numerics.random asks `fill_uniform` where it is given it
 
-No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it.
+No path waits for the GPU, so that a CUDA graph can hold each; compile before capturing, by one call outside it. One
+kernel, `tensor_once`, needs many multiprocessors at the same time: see `allow_together`.
 Bytes equal olq.numerics on every input. Kernels add no memory but a few KB for the maxima of a whole matrix, and, for
 products of more than a few rows, float32 for the sums of shares: see `olq.kernels.linear_wide`. Products sum in float32
 what codes and scales say, float32 scales after the sum: see olq.ops.linear.

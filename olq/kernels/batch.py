@@ -7,7 +7,7 @@ job    what is done with one source: an operator's call, or several in order (nv
 group  jobs of equal signature. One object for all of them, found by identity when a job is added (olq.kernels.tabled)
 
 A launch of many jobs does to each what its single launches do, byte for byte: tiles, arithmetic and their order are
-those of the same plan, of the one for any device where there are two (`Plan.at_once`).
+those of the same plan. They never take `Plan.together`.
 """
 
 from array import array

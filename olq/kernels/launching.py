@@ -10,6 +10,7 @@ come first among a plan's tensors, and the signature is that of the rest.
 import functools
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ _NEW: dict[tuple[object, ...], tuple[torch.device, int, tuple["_Ready", ...], tu
 
 
 _allowed = True
-"""Whether launches are made whose programs wait for each other."""
+"""Whether launches are made whose programs wait for each other; a part of each signature."""
 
 
 class _Ready:
@@ -147,26 +148,28 @@ def launch(operator: str, args: Sequence[object], outputs: tuple[Tensor, ...] = 
 
 
 def suited(plan: Plan, device: torch.device) -> Plan:
-    """What a device launches: `plan.at_once` if there is one, and the device can run its programs together."""
-    faster = plan.at_once if _allowed else None
-    if faster is None or any(one.grid[0] > _together(device) for one in faster.launches if one.together):
+    """What a device launches: `plan.together` if there is one, and the device can run its programs together."""
+    faster = plan.together if _allowed else None
+    if faster is None or any(
+        math.prod(one.grid) > _together(device) for one in faster.launches if one.together
+    ):
         return plan
     return faster
 
 
 def allow_together(allowed: bool) -> None:
-    """Whether from now on launches may be made whose programs all run at the same time and wait for each other.
+    """Allow, as at the start, or forbid launches whose programs all run at once and wait for each other.
 
-    They are, unless this forbids it. Such a launch begins when every multiprocessor that it takes is free, on an H200
-    all of them: one that another stream's kernel holds until this stream goes on (a receiver that waits for what is
-    sent after the launch) would never be. It is refused, with CUDA's error, where a stream has only some
-    multiprocessors (green contexts). Forbidding it costs time only; bytes stay the same. CUDA graphs keep what they
-    captured.
+    Such a launch starts only when every multiprocessor that it needs is free, on an H200 all of them. If a kernel on
+    another stream holds one until this stream makes progress (it waits for what is sent after the launch), both wait
+    forever: forbid it before such kernels run, or where a stream has only a part of the GPU (green contexts, not
+    tried). Bytes stay the same.
+
+    Args:
+        allowed: for calls from now on, of the whole process. CUDA graphs keep what they captured.
     """
     global _allowed
     _allowed = allowed
-    _READY.clear()
-    _NEW.clear()
 
 
 def launch_once(one: Launch, tensors: Sequence[Tensor]) -> None:
@@ -181,7 +184,7 @@ def launch_once(one: Launch, tensors: Sequence[Tensor]) -> None:
 
 def _signature(operator: str, args: Sequence[object]) -> tuple[tuple[object, ...], list[int]]:
     """All that a plan and its compiled kernels depend on; and the tensors' addresses."""
-    key: list[object] = [operator]
+    key: list[object] = [operator, _allowed]
     pointers = []
     for a in args:
         if isinstance(a, Tensor):

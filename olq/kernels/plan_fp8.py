@@ -44,7 +44,7 @@ def quantize_fp8(
     if tiles.power_of_two(rows) * max(tiles.power_of_two(columns), 16) <= tiles.UNIT_ELEMENTS:
         return _fp8_blocks(shape, source, codes, scale, (rows, columns), constants)
     if (rows, columns) == (n, k):
-        return plan_tensor.quantize_fp8(shape, source, codes, scale, constants)
+        return plan_tensor.one_scale(shape, source, codes, scale, constants)
     return f"a unit of {rows} x {columns} is neither a row, nor the whole matrix, nor fits in one program"
 
 

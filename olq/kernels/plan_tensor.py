@@ -6,15 +6,11 @@ from torch import Tensor
 from olq.kernels import tiles
 from olq.kernels.shapes import SCRATCH, Launch, Matrices, Plan, magnitudes_of, strides_of, sweep_of
 
-_WARPS = 16
-_REGISTERS = 128
-"""A thread's, if 16 warps share those of a multiprocessor."""
 
-
-def quantize_fp8(
+def one_scale(
     shape: Matrices, source: Tensor, codes: Tensor, scale: Tensor, constants: dict[str, object]
 ) -> Plan:
-    """For `plan_fp8`, whose matrices, tensors and constants of reading these are."""
+    """For `plan_fp8.quantize_fp8`: FP8 codes with one scale a matrix. `constants`: POWER, and those of `reading_of`."""
     reading = {name: value for name, value in constants.items() if name != "POWER"}
     first, count = magnitudes_of(shape, source, reading)
     sweep = sweep_of(tiles.encoding, shape, source, codes)
@@ -33,10 +29,10 @@ def quantize_fp8(
         sweep.tile.warps,
         waits=True,
     )
-    return Plan((first, second), count * shape.matrices, _at_once(shape, source, codes, constants))
+    return Plan((first, second), count * shape.matrices, _together(shape, source, codes, constants))
 
 
-def _at_once(shape: Matrices, source: Tensor, codes: Tensor, constants: dict[str, object]) -> Plan | None:
+def _together(shape: Matrices, source: Tensor, codes: Tensor, constants: dict[str, object]) -> Plan | None:
     """One launch for a dense matrix of 16-bit elements that are not changed, if of a size for which it is faster."""
     elements = shape.n * shape.k
     programs, unit = tiles.TOGETHER, 2 * tiles.UNIT_WORDS
@@ -44,10 +40,10 @@ def _at_once(shape: Matrices, source: Tensor, codes: Tensor, constants: dict[str
         t.stride(-1) == 1 and t.stride(-2) == shape.k and not t.data_ptr() & 15 for t in (source, codes)
     )
     plain = source.element_size() == 2 and not constants["THROUGH"] and not constants["LARGEST"]
-    held = next((held for held in tiles.HELD if programs * held * unit <= elements), 0)
-    fits = held and elements <= tiles.LARGEST_AT_ONCE and elements % 2 == 0
+    fits = tiles.LEAST_TOGETHER <= elements <= tiles.LARGEST_TOGETHER and elements % 2 == 0
     if not (shape.matrices == 1 and dense and plain and fits):
         return None
+    held = next(held for held in tiles.HELD if programs * held * unit <= elements)
     slots: dict[str, object] = {"PROGRAMS": programs, "SLOTS": tiles.power_of_two(programs)}
     first = Launch("tensor_once.clear", (SCRATCH,), (), slots, (1, 1, 1), 4)
     second = Launch(
@@ -64,8 +60,8 @@ def _at_once(shape: Matrices, source: Tensor, codes: Tensor, constants: dict[str
             **slots,
         },
         (programs, 1, 1),
-        _WARPS,
-        {"maxnreg": _REGISTERS, "num_stages": 1},
+        tiles.TOGETHER_WARPS,
+        {"maxnreg": tiles.TOGETHER_REGISTERS, "num_stages": 1},
         waits=True,
         together=True,
     )

@@ -34,8 +34,7 @@ _PLANS: dict[str, Callable[..., Plan | str]] = {
     "silu_mul_quantize_fp8": activations.silu_mul_quantize_fp8,
 }
 
-_LEAST = -(-tiles.TOGETHER * tiles.HELD[-1] * tiles.UNIT_WORDS * 4 >> 20)
-_MOST = tiles.LARGEST_AT_ONCE * 2 >> 20
+_LEAST, _MOST = (elements * 2 / (1 << 20) for elements in (tiles.LEAST_TOGETHER, tiles.LARGEST_TOGETHER))
 
 TABLE = (
     ("quantize_fp8_", "unit 1 x k (channel, token)", "fp8.quantize_rows"),
@@ -44,7 +43,7 @@ TABLE = (
     ("quantize_fp8_", "unit n x k (tensor)", "tensor.amax_partials, tensor.quantize_tensor"),
     (
         "quantize_fp8_",
-        f"the same, one dense matrix, 16 bits, {_LEAST} to {_MOST} MiB, on a GPU of 9.0 or later with "
+        f"the same, one dense matrix, 16 bits, {_LEAST:.1f} to {_MOST:.0f} MiB, compute capability 9.0 or later, "
         f"{tiles.TOGETHER} multiprocessors or more, unless `allow_together` forbids it",
         "tensor_once.clear, tensor_once.quantize_tensor",
     ),

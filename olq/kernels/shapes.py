@@ -43,7 +43,7 @@ class Launch:
             need not be done when it starts. Its constant EARLY, and that of a kernel that lets the next one start, are
             set where a GPU can do so.
         together: its programs wait for each other, so that all have to run at the same time: a cooperative launch.
-            Each takes a multiprocessor for itself.
+            Each takes a multiprocessor for itself, all of its registers (`tiles.TOGETHER_REGISTERS`).
     """
 
     kernel: str
@@ -64,12 +64,12 @@ class Plan:
     Args:
         launches: of one call.
         scratch: float32 that they share.
-        at_once: a faster plan with launches that are `together`, for a GPU that can run so many programs.
+        together: a faster plan with launches that are `together`, for a GPU that can run so many programs.
     """
 
     launches: tuple[Launch, ...]
     scratch: int = 0
-    at_once: "Plan | None" = None
+    together: "Plan | None" = None
 
 
 @dataclass(frozen=True, slots=True)

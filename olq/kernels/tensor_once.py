@@ -13,7 +13,7 @@ Slots     int32, one a program: EMPTY, or the largest magnitude that it found, w
           compare as integers, and less; NaN are the largest. One reduction says whether a slot is empty and what the
           largest magnitude is, of the same words, so nothing rests on the order in which others become visible, or on
           which thread read a word. `clear` empties them first: memory of a call may hold anything.
-EARLY     `clear` lets the launch start at once, which waits before it touches memory.
+EARLY     `quantize_tensor` may start while `clear` runs; it waits before it touches memory.
 """
 
 import triton
@@ -148,7 +148,7 @@ def quantize_tensor(
         last = tl.load(start + tail, mask=tail * 2 < end, other=0)
         tail_to = units * (2 * UNIT) + tl.arange(0, 2 * UNIT)
         running = _larger(running, last, HARDWARE)
-    # Two groups take turns: what is asked for needs not be moved, which would wait for it.
+    # Two groups take turns: what is asked for need not be moved, which would wait for it.
     a = _ask(from_, HELD, mine, AHEAD, APART, UNIT)
     at = tl.cast(HELD + AHEAD, tl.int32)
     while at < mine:

@@ -38,17 +38,25 @@ CACHE = 32 << 20
 TOGETHER = 132
 """Programs that wait for each other, one a multiprocessor: an H200 has 132."""
 
+TOGETHER_WARPS = 16
+TOGETHER_REGISTERS = 128
+"""A thread's: such a program takes all that a multiprocessor has."""
+
 UNIT_WORDS = 2048
-"""Words of 32 bits that such a program reads at a time: 16 bytes for each thread of its 16 warps."""
+"""Words of 32 bits that it reads at a time: 16 bytes a thread."""
 
 HELD = (20, 10, 5)
-"""Units that stay in registers, as many of these as a program has: 20 take 80 of the 128 that a thread can have."""
+"""Units that stay in registers, as many of these as a program has: 20 take 80 of a thread's."""
 
 HELD_AHEAD = 4
 """Units that it asks for before those in front of them are used."""
 
-LARGEST_AT_ONCE = 1 << 28
-"""Elements of the largest matrix that was measured, 512 MiB: one launch took 0.97 times as long as two sweeps."""
+LEAST_TOGETHER = TOGETHER * HELD[-1] * 2 * UNIT_WORDS
+"""Elements of the smallest matrix whose programs have units to hold."""
+
+LARGEST_TOGETHER = 28672 * 8192
+"""Elements of the largest matrix that was measured, where one launch took 0.97 times as long as two sweeps. Its kernel
+counts in 32 bits, a few units beyond the last."""
 
 _TALL = Tile(64, 64, 4)
 """For a source whose rows, not columns, are neighbours in memory."""

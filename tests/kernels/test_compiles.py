@@ -42,7 +42,7 @@ def compile_all(operator: str, args: tuple[object, ...], capability: int) -> lis
     """Compile what a call launches; the kernels' names."""
     plan = plans.plan(operator, args)
     assert isinstance(plan, Plan), plan
-    plan = plan.at_once or plan
+    plan = plan.together or plan
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     for one in plan.launches:
         assert "cubin" in compiled(one, tensors, capability).asm

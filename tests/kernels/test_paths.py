@@ -168,7 +168,7 @@ FIRST = {"tensor.amax_partials", "tensor_once.clear"}
 def some_launches():
     """Of every operator that quantizes a weight."""
     found = [one for block in UNITS for one in launches("quantize_fp8_", fp8(300, 1000, block))]
-    at_once = plans.plan("quantize_fp8_", fp8(3000, 1000, (0, 0))).at_once  # pyright: ignore
+    at_once = plans.plan("quantize_fp8_", fp8(3000, 1000, (0, 0))).together  # pyright: ignore
     assert at_once is not None
     found += at_once.launches
     w, s2, place = meta(300, 1000), meta(1, dtype=torch.float32)[0], ("linear", 0, 1, 0, None, False)

@@ -1,6 +1,7 @@
 """One scale for a whole matrix in one launch: programs that wait for each other write what the reference writes."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from olq.kernels.shapes import Launch, Matrices, Plan, matrices_of
 from olq.numerics import fp8
 
 UNIT = 2 * tiles.UNIT_WORDS
-LEAST = tiles.TOGETHER * tiles.HELD[-1] * UNIT
-"""Elements of the smallest matrix that it is for."""
+LEAST, LARGEST = tiles.LEAST_TOGETHER, tiles.LARGEST_TOGETHER
+PLAIN = None, False
+"""Elements are neither rounded nor saturated."""
 
+_compiled = launching._compiled
 ONCE = ("tensor_once.clear", "tensor_once.quantize_tensor")
 SWEEPS = ("tensor.amax_partials", "tensor.quantize_tensor")
 
@@ -29,9 +32,17 @@ def sizes(device, monkeypatch):
     """(programs, elements of a unit, of all units that are held): few for the interpreter, which runs one program."""
     if device == "cuda":
         return tiles.TOGETHER, UNIT, LEAST
-    for name, value in (("TOGETHER", 1), ("UNIT_WORDS", 1024), ("HELD", (9,)), ("HELD_AHEAD", 3)):
+    for name, value in few(1, 1024, 9, 3).items():
         monkeypatch.setattr(tiles, name, value)
     return 1, 2048, 9 * 2048  # more than one program of another kernel holds
+
+
+def few(programs: int, words: int, held: int, ahead: int) -> dict[str, object]:
+    """Other sizes than those of `tiles`."""
+    least = programs * held * 2 * words
+    return {
+        "TOGETHER": programs, "UNIT_WORDS": words, "HELD": (held,), "HELD_AHEAD": ahead, "LEAST_TOGETHER": least,
+    }  # fmt: skip
 
 
 def spread(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -41,13 +52,34 @@ def spread(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return (w + torch.where(w < 0, -0.1, 0.1)).to(dtype)
 
 
-def assert_at_once(w: Tensor, device: str, power_of_two: bool = False) -> None:
-    operator, args = fp8_call(w, (0, 0), power_of_two)
-    found = plans.plan(operator, args)
+def planned(w: Tensor) -> Plan:
+    """One launch for a matrix, and the one in front."""
+    found = plans.plan(*fp8_call(w, (0, 0)))
     assert isinstance(found, Plan)
-    launched = launching.suited(found, torch.device(device))
-    assert tuple(one.kernel for one in launched.launches) == ONCE
-    assert_equal(operator, args, device)
+    assert found.together is not None
+    return found.together
+
+
+def reference(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scale."""
+    want = poison(*w.shape), poison(1, 1, dtype=torch.float32)
+    fp8.quantize_(w, *want, (0, 0))
+    return want
+
+
+def assert_at_once(w: Tensor, device: str, power_of_two: bool = False) -> None:
+    """Also that it is launched, not only planned."""
+    launched = []
+
+    def compiled(one: Launch, *rest: Any) -> Any:
+        launched.append(one.kernel)
+        return _compiled(one, *rest)
+
+    launching._READY.clear()  # as if it were the first call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "_compiled", compiled)
+        assert_equal(*fp8_call(w, (0, 0), power_of_two), device)
+    assert tuple(launched) == ONCE
 
 
 @DEVICES
@@ -92,14 +124,9 @@ def of_small_units(
     assert isinstance(shape, Matrices)
     constants: dict[str, object] = {"POWER": False, "THROUGH": "", "LARGEST": 0.0}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (
-            ("TOGETHER", programs),
-            ("UNIT_WORDS", 16),
-            ("HELD", (held,)),
-            ("HELD_AHEAD", ahead),
-        ):
+        for name, value in few(programs, 16, held, ahead).items():
             patch.setattr(tiles, name, value)
-        found = plan_tensor.quantize_fp8(shape, w, codes, scale, constants).at_once
+        found = plan_tensor.one_scale(shape, w, codes, scale, constants).together
     assert found is not None
     assert found.scratch == programs
     return found.launches, [w, codes, scale, torch.zeros(programs)]
@@ -135,8 +162,7 @@ def test_each_program_finds_and_writes_its_part_cpu(programs, held, ahead, rest)
             tensors[3].view(torch.int32).copy_(largest)
             with np.errstate(all="ignore"):
                 launching.launch_once(one, tensors)
-            want = poison(*v.shape), poison(1, 1, dtype=torch.float32)
-            fp8.quantize_(v, *want, (0, 0))
+            want = reference(v)
             assert tensors[3].view(torch.int32).equal(largest), (units, nth)
             assert all(found.equal(known) for found, known in zip(tensors[1:3], want, strict=True)), (
                 units,
@@ -158,17 +184,13 @@ def test_slots_are_emptied_first_cpu():
 def test_whatever_its_slots_held_before():
     w = spread(512, 8192)
     w[300, 4000] = 2.5
-    found = plans.plan(*fp8_call(w, (0, 0)))
-    assert isinstance(found, Plan)
-    assert found.at_once is not None
-    want = poison(*w.shape), poison(1, 1, dtype=torch.float32)
-    fp8.quantize_(w, *want, (0, 0))
+    found, want = planned(w), reference(w)
     for held in (0, 1, 0x3F00, 0x7FFF, -1):
         tensors = [w.cuda(), poison(*w.shape).cuda(), poison(1, 1, dtype=torch.float32).cuda()]
         tensors.append(
             torch.full((tiles.TOGETHER,), held, dtype=torch.int32, device="cuda").view(torch.float32)
         )
-        for one in found.at_once.launches:
+        for one in found.launches:
             launching.launch_once(one, tensors)
         assert tensors[1].cpu().equal(want[0]), held
         assert tensors[2].cpu().equal(want[1]), held
@@ -177,12 +199,9 @@ def test_whatever_its_slots_held_before():
 @pytest.mark.cuda
 @pytest.mark.parametrize("held", tiles.HELD)
 def test_as_many_units_in_registers_as_there_are(held):
-    operator, args = fp8_call(weight(held * 66 + 11, 8192), (0, 0))
-    found = plans.plan(operator, args)
-    assert isinstance(found, Plan)
-    assert found.at_once is not None
-    assert found.at_once.launches[1].constants["HELD"] == held
-    assert_equal(operator, args, "cuda")
+    w = weight(held * 66 + 11, 8192)
+    assert planned(w).launches[1].constants["HELD"] == held
+    assert_at_once(w, "cuda")
 
 
 @pytest.mark.cuda
@@ -196,16 +215,16 @@ def test_drawn_rows_anywhere_in_a_matrix(units, w, place):
 
 @pytest.mark.cuda
 def test_many_calls_on_two_streams_at_once():
-    _, args = fp8_call(weight(2048, 8192), (0, 0))
-    w = args[0].cuda()
+    w = weight(2048, 8192).cuda()
     want = poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")
-    torch.ops.olq.quantize_fp8_(w, *want, *args[3:])
+    assert kernels.path("quantize_fp8_", w, *want, 0, 0, False, *PLAIN).kernels == ONCE
+    torch.ops.olq.quantize_fp8_(w, *want, 0, 0, False, *PLAIN)
     streams = [torch.cuda.Stream() for _ in range(2)]
     found = [(poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")) for _ in range(40)]
     torch.cuda.synchronize()
     for i, outputs in enumerate(found):
         with torch.cuda.stream(streams[i % 2]):
-            torch.ops.olq.quantize_fp8_(w, *outputs, *args[3:])
+            torch.ops.olq.quantize_fp8_(w, *outputs, 0, 0, False, *PLAIN)
     torch.cuda.synchronize()
     for outputs in found:
         assert all(a.equal(b) for a, b in zip(outputs, want, strict=True))
@@ -213,21 +232,18 @@ def test_many_calls_on_two_streams_at_once():
 
 @pytest.mark.cuda
 def test_a_graph_holds_it():
-    operator, args = fp8_call(weight(2048, 8192, seed=1), (0, 0))
-    w, codes, scale = (a.cuda() for a in args[:3])
-    torch.ops.olq.quantize_fp8_(w, codes, scale, *args[3:])
+    w = weight(2048, 8192, seed=1).cuda()
+    found = poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")
+    assert kernels.path("quantize_fp8_", w, *found, 0, 0, False, *PLAIN).kernels == ONCE
+    torch.ops.olq.quantize_fp8_(w, *found, 0, 0, False, *PLAIN)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.ops.olq.quantize_fp8_(w, codes, scale, *args[3:])
+        torch.ops.olq.quantize_fp8_(w, *found, 0, 0, False, *PLAIN)
     for factor in (2.0, 3.0):
         w.mul_(factor)
-        codes.fill_(0xA5)
+        found[0].fill_(0xA5)
         graph.replay()
-        want = codes.cpu(), scale.cpu()
-        assert_equal(operator, (w.cpu(), *args[1:]), "cuda")
-        reference = poison(*w.shape), torch.empty(1, 1)
-        torch.ops.olq.quantize_fp8_(w.cpu(), *reference, *args[3:])
-        assert all(a.equal(b) for a, b in zip(want, reference, strict=True))
+        assert all(a.cpu().equal(b) for a, b in zip(found, reference(w.cpu()), strict=True))
 
 
 def names(w: Tensor, codes: Tensor | None = None, device: str = "cuda", **reading: object) -> tuple[str, ...]:
@@ -243,6 +259,8 @@ def test_which_matrices_it_is_for(monkeypatch):
     w = torch.zeros(LEAST // 4096 + 1, 4096, dtype=torch.bfloat16)
     assert names(w) == names(w.half()) == names(w[1:]) == ONCE
     assert names(w, saturate=False, through=torch.bfloat16) == ONCE
+    largest = torch.empty(LARGEST // 4096, 4096, dtype=w.dtype, device="meta")
+    assert names(largest, torch.empty_like(largest, dtype=torch.uint8)) == ONCE
     wider = torch.zeros(len(w), 4112, dtype=torch.uint8)
     others = {
         "smaller": names(w[2:]),
@@ -255,8 +273,8 @@ def test_which_matrices_it_is_for(monkeypatch):
         "codes not aligned": names(w, torch.zeros(w.numel() + 8, dtype=torch.uint8)[8:].view(w.shape)),
         "an odd number": names(torch.zeros(3, LEAST // 3 + 1 | 1, dtype=w.dtype)),
         "larger": names(
-            torch.empty((1 << 28) // 4096 + 1, 4096, dtype=w.dtype, device="meta"),
-            torch.empty((1 << 28) // 4096 + 1, 4096, dtype=torch.uint8, device="meta"),
+            torch.empty(LARGEST // 4096 + 1, 4096, dtype=w.dtype, device="meta"),
+            torch.empty(LARGEST // 4096 + 1, 4096, dtype=torch.uint8, device="meta"),
         ),
         "experts": names(torch.zeros(2, *w.shape, dtype=w.dtype)),
     }
@@ -275,13 +293,17 @@ def test_who_may_wait_for_each_other(monkeypatch):
 def test_it_can_be_forbidden(monkeypatch):
     monkeypatch.setattr(launching, "_together", lambda device: tiles.TOGETHER)
     w = torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16)
-    launching._READY["a call"] = ()  # pyright: ignore[reportArgumentType]
+    args = fp8_call(w, (0, 0))[1]
+    signature = launching._signature("quantize_fp8_", args)
     try:
         kernels.allow_together(False)
-        assert not launching._READY
+        assert (
+            launching._signature("quantize_fp8_", args) != signature
+        )  # what was launched before is not replayed
         assert names(w) == SWEEPS
     finally:
         kernels.allow_together(True)
+    assert launching._signature("quantize_fp8_", args) == signature
     assert names(w) == ONCE
 
 
@@ -290,17 +312,15 @@ def test_a_device_that_cannot_run_all_programs_sweeps_twice(monkeypatch):
     for programs, expected in ((tiles.TOGETHER, ONCE), (tiles.TOGETHER - 1, SWEEPS), (0, SWEEPS)):
         monkeypatch.setattr(launching, "_together", lambda device, programs=programs: programs)
         assert names(w) == expected
-    assert kernels.path("quantize_fp8_", *fp8_call(w, (0, 0))[1]).kernels in ((), SWEEPS)
+        monkeypatch.setattr(kernels, "unavailable", lambda args: None)
+        assert kernels.path("quantize_fp8_", *fp8_call(w, (0, 0))[1]).kernels == expected
 
 
 def test_its_programs_are_launched_together(monkeypatch):
     pytest.importorskip("triton", reason="needs triton: install the extra `triton`")
     for name in ("_hardware", "_early"):
         monkeypatch.setattr(launching, name, lambda device: True)
-    found = plans.plan(*fp8_call(torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16), (0, 0)))
-    assert isinstance(found, Plan)
-    assert found.at_once is not None
-    for one in (*found.launches, *found.at_once.launches):
+    for one in planned(torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16)).launches:
         settings = launching.settings(one, torch.device("cuda"))
         assert settings.get("launch_cooperative_grid", False) == one.together == (one.kernel == ONCE[1])
         assert one.waits == ("launch_pdl" in settings)
