@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from olq.kernels import plans
-from olq.kernels.launching import allow_together, launch, renew, replay, suited, unavailable
+from olq.kernels import launching, plans
+from olq.kernels.launching import allow_together, launch, renew, replay, unavailable
 from olq.kernels.launching import current_stream as current_stream
 from olq.kernels.plan_dummy import fill_uniform
 
@@ -70,7 +70,7 @@ def path(operator: str, *args: object) -> Path:
     plan = reason or plans.plan(operator, args)
     if isinstance(plan, str):
         return Path(operator, (), plan)
-    plan = suited(plan, next(a.device for a in args if isinstance(a, Tensor)))
+    plan = launching.suited(plan, next(a.device for a in args if isinstance(a, Tensor)), launching._allowed)
     return Path(operator, tuple(launch.kernel for launch in plan.launches), "")
 
 

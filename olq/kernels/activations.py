@@ -8,7 +8,7 @@ olq.numerics.silu, operation by operation.
 import triton
 import triton.language as tl
 
-from olq.kernels.memory import finish, read, write
+from olq.kernels.memory import finish, half, read, write
 from olq.kernels.rounding import e4m3, fp8_scale, largest
 
 
@@ -108,9 +108,7 @@ def _values(
     words = tl.multiple_of((source - HALF).to(tl.pointer_type(tl.int32)), 16)
     at = words + _offsets(rows, columns, row_stride // 2, 1, WIDE)
     word = tl.load(at) if FULL else tl.load(at, mask=mask, other=0)
-    if source.dtype.element_ty == tl.bfloat16:
-        return ((word & -65536) if HALF else (word << 16)).to(tl.float32, bitcast=True)
-    return ((word >> 16) if HALF else word).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return half(word, HALF, source.dtype.element_ty == tl.bfloat16)
 
 
 @triton.jit

@@ -84,7 +84,7 @@ def unavailable(args: Sequence[object]) -> str | None:
 
 def replay(operator: str, args: Sequence[object]) -> bool:
     """Launch again what `launch` launched for arguments of the same signature; False if it never did."""
-    key, pointers = _signature(operator, args)
+    key, pointers = _signature(operator, args, _allowed)
     ready = _READY.get(key)
     if ready is None:
         return False
@@ -102,7 +102,7 @@ def renew(operator: str, args: Sequence[object]) -> tuple[Tensor, ...] | None:
 
     Also None where an audit wants to see what is made, or memory is aligned to less than kernels were compiled for.
     """
-    key, pointers = _signature(operator, args)
+    key, pointers = _signature(operator, args, _allowed)
     ready = _NEW.get(key)
     if ready is None or is_audited():
         return None
@@ -138,18 +138,19 @@ def launch(operator: str, args: Sequence[object], outputs: tuple[Tensor, ...] = 
     if isinstance(plan, str):
         return False
     first = next(a for a in every if isinstance(a, Tensor))
-    plan = suited(plan, first.device)
+    allowed = _allowed  # once, for the plan and for what is kept: another thread may forbid it meanwhile
+    plan = suited(plan, first.device, allowed)
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device(first.device):
-            _first(operator, plan, args, outputs, first.device)
+            _first(operator, plan, args, outputs, first.device, allowed)
     else:
-        _first(operator, plan, args, outputs, first.device)
+        _first(operator, plan, args, outputs, first.device, allowed)
     return True
 
 
-def suited(plan: Plan, device: torch.device) -> Plan:
-    """What a device launches: `plan.together` if there is one, and the device can run its programs together."""
-    faster = plan.together if _allowed else None
+def suited(plan: Plan, device: torch.device, allowed: bool) -> Plan:
+    """What a device launches: `plan.together` if it is allowed and the device can run its programs together."""
+    faster = plan.together if allowed else None
     if faster is None or any(
         math.prod(one.grid) > _together(device) for one in faster.launches if one.together
     ):
@@ -182,9 +183,9 @@ def launch_once(one: Launch, tensors: Sequence[Tensor]) -> None:
         _compiled(one, tensors, device)
 
 
-def _signature(operator: str, args: Sequence[object]) -> tuple[tuple[object, ...], list[int]]:
+def _signature(operator: str, args: Sequence[object], allowed: bool) -> tuple[tuple[object, ...], list[int]]:
     """All that a plan and its compiled kernels depend on; and the tensors' addresses."""
-    key: list[object] = [operator, _allowed]
+    key: list[object] = [operator, allowed]
     pointers = []
     for a in args:
         if isinstance(a, Tensor):
@@ -207,7 +208,12 @@ def _again(launches: tuple[_Ready, ...], scratch: int, pointers: list[int], devi
 
 
 def _first(
-    operator: str, plan: Plan, args: Sequence[object], outputs: tuple[Tensor, ...], device: torch.device
+    operator: str,
+    plan: Plan,
+    args: Sequence[object],
+    outputs: tuple[Tensor, ...],
+    device: torch.device,
+    allowed: bool,
 ) -> None:
     tensors = [a for a in (*outputs, *args) if isinstance(a, Tensor)]
     if plan.scratch:
@@ -217,7 +223,7 @@ def _first(
         if len(_READY) + len(_NEW) >= _LIMIT:
             _READY.clear()
             _NEW.clear()
-        key, _ = _signature(operator, args)
+        key, _ = _signature(operator, args, allowed)
         launches = tuple(_Ready(kernel, one) for kernel, one in ready)
         if outputs:
             _NEW[key] = device, plan.scratch, launches, tuple(map(Form, outputs))

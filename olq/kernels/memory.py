@@ -60,6 +60,14 @@ def widen(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def half(words, HIGH: tl.constexpr, BFLOAT16: tl.constexpr):
+    """One element of each word of two, in float32: int32 words of two bfloat16, or two float16."""
+    if BFLOAT16:
+        return ((words & -65536) if HIGH else (words << 16)).to(tl.float32, bitcast=True)
+    return ((words >> 16) if HIGH else words).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def finish(x, THROUGH: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr):
     """What `olq.numerics.source` does: round to `through`, then make finite on request.
 

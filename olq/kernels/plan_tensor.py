@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from olq.kernels import tiles
-from olq.kernels.shapes import SCRATCH, Launch, Matrices, Plan, magnitudes_of, strides_of, sweep_of
+from olq.kernels.shapes import (
+    SCRATCH,
+    Launch,
+    Matrices,
+    Plan,
+    is_dense,
+    magnitudes_of,
+    strides_of,
+    sweep_of,
+)
 
 
 def one_scale(
@@ -36,9 +45,8 @@ def _together(shape: Matrices, source: Tensor, codes: Tensor, constants: dict[st
     """One launch for a dense matrix of 16-bit elements that are not changed, if of a size for which it is faster."""
     elements = shape.n * shape.k
     programs, unit = tiles.TOGETHER, 2 * tiles.UNIT_WORDS
-    dense = all(
-        t.stride(-1) == 1 and t.stride(-2) == shape.k and not t.data_ptr() & 15 for t in (source, codes)
-    )
+    aligned = not (source.data_ptr() | codes.data_ptr()) & 15
+    dense = aligned and is_dense(shape.k, source, codes)
     plain = source.element_size() == 2 and not constants["THROUGH"] and not constants["LARGEST"]
     fits = tiles.LEAST_TOGETHER <= elements <= tiles.LARGEST_TOGETHER and elements % 2 == 0
     if not (shape.matrices == 1 and dense and plain and fits):

@@ -123,6 +123,11 @@ def is_tall(t: Tensor) -> bool:
     return t.stride(-1) != 1 and t.stride(-2) == 1 and t.shape[-1] > 1
 
 
+def is_dense(k: int, *tensors: Tensor) -> bool:
+    """Whether nothing lies between the rows, of k columns, of any."""
+    return all(t.stride(-1) == 1 and t.stride(-2) == k for t in tensors)
+
+
 def wide(tile: Tile, *tensors: Tensor) -> bool:
     """Whether an offset within a tile may need more than 32 bits."""
     return any(tile.rows * t.stride(-2) + tile.columns * t.stride(-1) >= _INT32 for t in tensors)
@@ -184,7 +189,7 @@ class Sweep:
 def sweep_of(choose: Callable[[int, int, bool], Tile], shape: Matrices, *tensors: Tensor) -> Sweep:
     """Choose a tile for matrices all of whose tensors are walked alike; the first is the source."""
     n, k = shape.n, shape.k
-    dense = all(t.stride(-1) == 1 and t.stride(-2) == k for t in tensors)
+    dense = is_dense(k, *tensors)
     if dense and n * k < _INT32:
         n, k = 1, n * k
     tile = choose(n, k, is_tall(tensors[0]) and not dense)

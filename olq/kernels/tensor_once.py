@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from olq.kernels.memory import half
 from olq.kernels.rounding import e4m3, fp8_scale
 
 EMPTY = tl.constexpr(1 << 16)
@@ -49,6 +50,21 @@ def _larger(running, words, HARDWARE: tl.constexpr):
     words &= 0x7FFF7FFF
     high = tl.maximum(running >> 16, words >> 16)
     return (high << 16) | tl.maximum(running & 0xFFFF, words & 0xFFFF)
+
+
+@triton.jit
+def _largest(running, found, COUNT: tl.constexpr, HARDWARE: tl.constexpr):
+    """The largest magnitudes, of COUNT units too."""
+    for i in tl.static_range(COUNT):
+        running = _larger(running, found[i], HARDWARE)
+    return running
+
+
+@triton.jit
+def _largest_slot(slots, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr):
+    """At least EMPTY while a slot is empty."""
+    slot = tl.arange(0, SLOTS)
+    return tl.max(tl.load(slots + slot, mask=slot < PROGRAMS, other=0, volatile=True), 0)
 
 
 @triton.jit
@@ -87,12 +103,7 @@ def _ask_back(from_, unit, COUNT: tl.constexpr, HELD: tl.constexpr, APART: tl.co
 @triton.jit
 def _encoded(words, factor, BFLOAT16: tl.constexpr, UNIT: tl.constexpr, HARDWARE: tl.constexpr):
     """Codes of a unit, uint8 [2 * UNIT], of finite elements."""
-    if BFLOAT16:
-        even = (words << 16).to(tl.float32, bitcast=True)
-        odd = (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        even = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    even, odd = half(words, False, BFLOAT16), half(words, True, BFLOAT16)
     return e4m3(tl.reshape(tl.join(even * factor, odd * factor), (2 * UNIT,)), HARDWARE)
 
 
@@ -153,29 +164,21 @@ def quantize_tensor(
     at = tl.cast(HELD + AHEAD, tl.int32)
     while at < mine:
         b = _ask(from_, at, mine, AHEAD, APART, UNIT)
-        for i in tl.static_range(AHEAD):
-            running = _larger(running, a[i], HARDWARE)
+        running = _largest(running, a, AHEAD, HARDWARE)
         a = _ask(from_, at + AHEAD, mine, AHEAD, APART, UNIT)
-        for i in tl.static_range(AHEAD):
-            running = _larger(running, b[i], HARDWARE)
+        running = _largest(running, b, AHEAD, HARDWARE)
         at += 2 * AHEAD
-    for i in tl.static_range(AHEAD):
-        running = _larger(running, a[i], HARDWARE)
-    for i in tl.static_range(HELD):
-        running = _larger(running, held[i], HARDWARE)
+    running = _largest(running, a, AHEAD, HARDWARE)
+    running = _largest(running, held, HELD, HARDWARE)
     at = mine - 1
     a = _ask_back(from_, at, AHEAD, HELD, APART, UNIT)  # while the others are waited for
 
     magnitude = tl.max(tl.maximum(running & 0xFFFF, running >> 16), 0)
     tl.atomic_xchg(slots + program, magnitude, sem="relaxed")
-    slot = tl.arange(0, SLOTS)
-    magnitude = tl.max(tl.load(slots + slot, mask=slot < PROGRAMS, other=0, volatile=True), 0)
+    magnitude = _largest_slot(slots, PROGRAMS, SLOTS)
     while magnitude >= EMPTY:
-        magnitude = tl.max(tl.load(slots + slot, mask=slot < PROGRAMS, other=0, volatile=True), 0)
-    if BFLOAT16:
-        amax = ((magnitude + tl.zeros((1,), tl.int32)) << 16).to(tl.float32, bitcast=True)
-    else:
-        amax = (magnitude + tl.zeros((1,), tl.int32)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        magnitude = _largest_slot(slots, PROGRAMS, SLOTS)
+    amax = half(magnitude + tl.zeros((1,), tl.int32), False, BFLOAT16)
     unit_scale, factor = fp8_scale(amax, POWER, HARDWARE)
     if program == 0:
         tl.store(scale + tl.arange(0, 1), unit_scale)

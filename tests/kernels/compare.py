@@ -17,8 +17,9 @@ from olq import kernels
 from olq.kernels.launching import interpreted
 from olq.numerics import fp8
 
+INTERPRETED = pytest.mark.skipif(not interpreted(), reason="runs in test_interpreter")
 _MARKS = {
-    "cpu": pytest.mark.skipif(not interpreted(), reason="runs in test_interpreter"),
+    "cpu": INTERPRETED,
     "cuda": pytest.mark.cuda,
 }
 DEVICES = pytest.mark.parametrize("device", [pytest.param(d, marks=m) for d, m in _MARKS.items()])

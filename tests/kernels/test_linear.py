@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.compare import DEVICES, cases
+from kernels.compare import DEVICES, INTERPRETED, cases
 from kernels.linear_cases import FORMATS, Weight, largest_error, make, product
 from torch.nn import functional
 
@@ -223,7 +223,7 @@ def test_a_unit_of_columns_may_end_before_a_programs_steps(unit, k, m, device):
     assert y[:, torch.arange(16) != 3].eq(torch.tensor(k, dtype=torch.bfloat16)).all()
 
 
-@pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+@INTERPRETED
 @pytest.mark.parametrize("m", [2, 20])
 @pytest.mark.parametrize("form", ["fp8 channel", "nvfp4 linear"])
 @pytest.mark.parametrize("device", ["cpu"])

@@ -1,5 +1,6 @@
 """One scale for a whole matrix in one launch: programs that wait for each other write what the reference writes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.compare import DEVICES, assert_equal, bit_patterns, fp8_call, weight
+from kernels.compare import DEVICES, INTERPRETED, assert_equal, bit_patterns, fp8_call, weight
 from torch import Tensor
 
 from numerics.cases import poison, weights
@@ -143,7 +144,7 @@ def magnitudes(w: Tensor, programs: int) -> Tensor:
     return largest
 
 
-@pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+@INTERPRETED
 @pytest.mark.parametrize("programs", [1, 2, 5])
 @pytest.mark.parametrize(("held", "ahead"), [(1, 2), (3, 1), (2, 3)])
 @pytest.mark.parametrize("rest", [0, 10])
@@ -164,13 +165,10 @@ def test_each_program_finds_and_writes_its_part_cpu(programs, held, ahead, rest)
                 launching.launch_once(one, tensors)
             want = reference(v)
             assert tensors[3].view(torch.int32).equal(largest), (units, nth)
-            assert all(found.equal(known) for found, known in zip(tensors[1:3], want, strict=True)), (
-                units,
-                nth,
-            )
+            assert all(a.equal(b) for a, b in zip(tensors[1:3], want, strict=True)), (units, nth)
 
 
-@pytest.mark.skipif(not launching.interpreted(), reason="runs in test_interpreter")
+@INTERPRETED
 def test_slots_are_emptied_first_cpu():
     (clear, _), tensors = of_small_units(spread(2, 320), 5, 1, 1)
     tensors[3] = torch.full((9,), 7.0)
@@ -251,7 +249,9 @@ def names(w: Tensor, codes: Tensor | None = None, device: str = "cuda", **readin
     found = plans.plan(operator, (w, other if codes is None else codes, *rest))
     assert isinstance(found, Plan)
     assert tuple(one.kernel for one in found.launches) == SWEEPS  # what a batch launches, and other devices
-    return tuple(one.kernel for one in launching.suited(found, torch.device(device)).launches)
+    return tuple(
+        one.kernel for one in launching.suited(found, torch.device(device), launching._allowed).launches
+    )
 
 
 def test_which_matrices_it_is_for(monkeypatch):
@@ -294,17 +294,36 @@ def test_it_can_be_forbidden(monkeypatch):
     monkeypatch.setattr(launching, "_together", lambda device: tiles.TOGETHER)
     w = torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16)
     args = fp8_call(w, (0, 0))[1]
-    signature = launching._signature("quantize_fp8_", args)
+
+    def signature() -> tuple[object, ...]:
+        return launching._signature("quantize_fp8_", args, launching._allowed)[0]
+
+    before = signature()
     try:
         kernels.allow_together(False)
-        assert (
-            launching._signature("quantize_fp8_", args) != signature
-        )  # what was launched before is not replayed
+        assert signature() != before  # what was launched before is not replayed
         assert names(w) == SWEEPS
     finally:
         kernels.allow_together(True)
-    assert launching._signature("quantize_fp8_", args) == signature
+    assert signature() == before
     assert names(w) == ONCE
+
+
+def test_what_is_forbidden_while_it_is_compiled_is_not_replayed(monkeypatch):
+    args = fp8_call(torch.zeros(LEAST // 4096, 4096, dtype=torch.bfloat16), (0, 0))[1]
+    kept: dict[object, object] = {}
+    monkeypatch.setattr(launching, "_READY", kept)
+    monkeypatch.setattr(launching, "_known", lambda: True)
+    monkeypatch.setattr(launching, "_Ready", lambda kernel, one: one)
+    monkeypatch.setattr(launching, "_compiled", lambda *args: kernels.allow_together(False))
+    plan = replace(planned(args[0]), scratch=0)
+    try:
+        launching._first("quantize_fp8_", plan, args, (), torch.device("cuda", 0), True)
+    finally:
+        kernels.allow_together(True)
+    assert list(kept.values()) == [(0, 0, plan.launches)]
+    assert launching._signature("quantize_fp8_", args, True)[0] in kept
+    assert launching._signature("quantize_fp8_", args, False)[0] not in kept
 
 
 def test_a_device_that_cannot_run_all_programs_sweeps_twice(monkeypatch):
