@@ -27,7 +27,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from olq.kernels.linear_decode import add_product, e4m3_values, narrow
-from olq.kernels.linear_weights import ask, kept, read_scales, scaled_sum, scales_of, weights, words_of
+from olq.kernels.linear_weights import (
+    ask,
+    kept,
+    read_scales,
+    scaled,
+    scales_of,
+    scales_of_sum,
+    weights,
+    words_of,
+)
 
 
 @triton.jit
@@ -180,6 +189,14 @@ def product(
     tile = 0
     if XAHEAD:
         tile = tl.load(x_from) if EVEN else tl.load(x_from, mask=(x_at * XCODES < k) & x_some, other=0)
+    # Asked for here, these scales are there when the sum is: nvfp4 and one row of x took 2.5 % longer without.
+    local = band + tl.arange(0, BANDS * ROWS)
+    tokens = tl.arange(0, TOKENS)
+    of_sum = scales_of_sum(
+        scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1, SCALES
+    )
+    if X8 and SCALES == "whole":
+        of_x = tl.load(x_scale + tl.minimum(tokens, m - 1).to(tl.int64) * x_scale_row)
     total = tl.zeros((WARPS, ROWS, TOKENS), tl.float32)
     for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
         if XAHEAD:
@@ -224,13 +241,9 @@ def product(
             total = add_product(total, w, y)
 
     total = tl.sum(tl.reshape(total, (SPLITS, BANDS * ROWS, TOKENS)), 0)
-    local = band + tl.arange(0, BANDS * ROWS)
-    tokens = tl.arange(0, TOKENS)
-    total = scaled_sum(
-        total, scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1, SCALES
-    )
+    total = scaled(total, of_sum, E2M1, SCALES)
     if X8 and SCALES == "whole":
-        total *= tl.load(x_scale + tl.minimum(tokens, m - 1).to(tl.int64) * x_scale_row)[None, :]
+        total *= of_x[None, :]
     if BIAS:
         total += tl.load(bias + column + local, mask=local < n, other=0.0).to(tl.float32)[:, None]
     to = out + tokens.to(tl.int64)[None, :] * out_row + (column + local)[:, None]

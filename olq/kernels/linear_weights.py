@@ -171,16 +171,29 @@ def weights(
 
 
 @triton.jit
-def scaled_sum(
-    total, scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1: tl.constexpr,
-    SCALES: tl.constexpr,
+def scales_of_sum(
+    scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1: tl.constexpr, SCALES: tl.constexpr
 ):  # fmt: skip
-    """Sums [rows, tokens] times the scales that stand on them; `local` are the part's rows, from `n` on the last."""
+    """(scales of rows, the tensor's) that stand on a sum, 1.0 where none do; `local` are the part's `n` rows, and more.
+
+    Rows from `n` on stand for the last.
+    """
+    of_rows, of_tensor = 1.0, 1.0
     if SCALES == "whole":
         rows = (row + tl.minimum(local, n - 1)) // unit_rows
-        total *= tl.load(scale + scale_start + rows.to(tl.int64) * scale_row)[:, None]
+        of_rows = tl.load(scale + scale_start + rows.to(tl.int64) * scale_row)
     if E2M1:
-        s2 = tl.load(scale_2 + part)
+        of_tensor = tl.load(scale_2 + part)
+    return of_rows, of_tensor
+
+
+@triton.jit
+def scaled(total, scales, E2M1: tl.constexpr, SCALES: tl.constexpr):
+    """Sums [rows, tokens] times what `scales_of_sum` gave."""
+    if SCALES == "whole":
+        total *= scales[0][:, None]
+    if E2M1:
+        s2 = scales[1]
         # Powers of two go where nothing overflows.
         total = tl.where(s2 < 1.0, total * (s2 * (1.0 / SMALLER)), total * (1.0 / SMALLER) * s2)
     return total

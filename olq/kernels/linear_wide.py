@@ -27,7 +27,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from olq.kernels.linear_decode import add_product, narrow
-from olq.kernels.linear_weights import ask, kept, read_scales, scaled_sum, scales_of, weights, words_of
+from olq.kernels.linear_weights import (
+    ask,
+    kept,
+    read_scales,
+    scaled,
+    scales_of,
+    scales_of_sum,
+    weights,
+    words_of,
+)
 
 
 @triton.jit
@@ -272,9 +281,10 @@ def product(
     if EARLY:
         gdc_launch_dependents()
 
-    total = scaled_sum(
-        total, scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1, SCALES
+    of_sum = scales_of_sum(
+        scale, scale_2, part, row, local, n, scale_start, scale_row, unit_rows, E2M1, SCALES
     )
+    total = scaled(total, of_sum, E2M1, SCALES)
     to = out + tokens.to(tl.int64)[None, :] * out_row + (column + local)[:, None]
     mask = (tokens < m)[None, :] & (local < n)[:, None]
     if SHARES == 1:
