@@ -18,6 +18,8 @@ Shares    with 128 rows a program there are 64 programs for 8192 rows, fewer tha
           float32: [SHARES, m, columns of the result]; `add` adds them, in order, with the bias. One share needs
           neither. Each share has columns; a step of the last one may have none, and an infinite scale on its sum,
           which is zero, would make a NaN.
+Apart     a share's steps lie APART steps apart: 1, or SHARES, so that shares take turns, and programs that run at the
+          same time read side by side.
 DENSE     columns of x are next to each other. Where they are not, x is read in the order of the weights at once: Triton
           3.6 can't bring what it reads in another order there.
 """
@@ -136,7 +138,7 @@ def _read(
 def _step(
     total, held, places, units, step, LAST: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr, WORDS: tl.constexpr,
     DENSE: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PIECES: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    AHEAD: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """The sum with a step's products, of what is `held`; and what the next step needs, of which the LAST has none."""
     CODES: tl.constexpr = 16 if E2M1 else 8
@@ -146,14 +148,16 @@ def _step(
     next_codes, next_tiles, next_scales, ys = (), (), scales, ()
     if AHEAD and not LAST:
         next_codes, next_tiles, next_scales = _read(
-            places, step + 1, E2M1, SCALES, WORDS, PAIRS, PIECES, EVEN
+            places, step + APART, E2M1, SCALES, WORDS, PAIRS, PIECES, EVEN
         )
     if E2M1:  # x of all pieces is laid down before any is decoded; of E4M3 afterwards. Either was faster so.
         for piece in tl.static_range(PIECES):
             ys = ys + (_columns_of_x(tiles[piece], E2M1, TOKENS, PAIRS) if DENSE else tiles[piece],)
         if not (AHEAD or LAST):
             for piece in tl.static_range(PIECES):
-                next_tiles = next_tiles + (_read_x(places[1], step + 1, piece, STRIP, CODES, PAIRS, EVEN),)
+                next_tiles = next_tiles + (
+                    _read_x(places[1], step + APART, piece, STRIP, CODES, PAIRS, EVEN),
+                )
     for piece in tl.static_range(PIECES):
         words = codes[piece]
         if not EVEN:
@@ -163,13 +167,17 @@ def _step(
         )
         w = _rows_of_w(w, WARPS, COLUMNS)
         if not (AHEAD or LAST):
-            next_codes = next_codes + (_read_codes(places[0], step + 1, piece, STRIP, CODES, PAIRS, EVEN),)
+            next_codes = next_codes + (
+                _read_codes(places[0], step + APART, piece, STRIP, CODES, PAIRS, EVEN),
+            )
             if piece == PIECES - 1:
-                next_scales = _read_scales(places[2], step + 1, E2M1, SCALES, WORDS, STRIP, PIECES, EVEN)
+                next_scales = _read_scales(places[2], step + APART, E2M1, SCALES, WORDS, STRIP, PIECES, EVEN)
         if not E2M1:
             ys = ys + (_columns_of_x(tiles[piece], E2M1, TOKENS, PAIRS) if DENSE else tiles[piece],)
             if not (AHEAD or LAST):
-                next_tiles = next_tiles + (_read_x(places[1], step + 1, piece, STRIP, CODES, PAIRS, EVEN),)
+                next_tiles = next_tiles + (
+                    _read_x(places[1], step + APART, piece, STRIP, CODES, PAIRS, EVEN),
+                )
         if SCALES == "units":
             from_, apart, first, steps, k = units
             column = (first + step) * (STRIP * CODES)
@@ -216,6 +224,7 @@ def product(
     PAIRS: tl.constexpr,
     PIECES: tl.constexpr,
     AHEAD: tl.constexpr,
+    APART: tl.constexpr,
     STEPS: tl.constexpr,
     UNIT_STEPS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -229,7 +238,11 @@ def product(
     STRIP: tl.constexpr = SIDE * 8  # words of a row and step
     ROWS: tl.constexpr = 16 * WARPS
     band = tl.program_id(0) // SHARES * ROWS
-    first = tl.program_id(0) % SHARES * STEPS  # step of the whole walk
+    first = (
+        tl.program_id(0) % SHARES
+    )  # step of the whole walk; what is called a step below is how far one is from it
+    if APART == 1:
+        first *= STEPS
     rows, word = words_of(row, band, n, 1, WARPS, 16, SIDE, 1, STEPS, PAIRS)
     word += first * STRIP
     from_ = codes.to(tl.pointer_type(tl.int64)) + (rows.to(tl.int64) * (codes_row // 8) + word)
@@ -269,14 +282,14 @@ def product(
     places = codes_place, x_place, scales_place
     held = _read(places, 0, E2M1, SCALES, WORDS, PAIRS, PIECES, EVEN)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for step in tl.range(0, STEPS - 1):
+    for step in tl.range(0, (STEPS - 1) * APART, APART):
         total, held = _step(
             total, held, places, units, step, False, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES, AHEAD,
-            EVEN, HARDWARE,
+            APART, EVEN, HARDWARE,
         )  # fmt: skip
     total, _ = _step(
-        total, held, places, units, STEPS - 1, True, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES, AHEAD,
-        EVEN, HARDWARE,
+        total, held, places, units, (STEPS - 1) * APART, True, E2M1, SCALES, WORDS, DENSE, WARPS, TOKENS, PAIRS, PIECES,
+        AHEAD, APART, EVEN, HARDWARE,
     )  # fmt: skip
     if EARLY:
         gdc_launch_dependents()

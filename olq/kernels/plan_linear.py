@@ -170,6 +170,7 @@ class _Call:
             "PAIRS": division.pairs,
             "PIECES": division.pieces,
             "AHEAD": division.ahead,
+            "APART": shares if division.turns else 1,
             "STEPS": steps,
             "UNIT_STEPS": max(self.unit[1] // columns, 1),
             "EVEN": k == shares * steps * columns,

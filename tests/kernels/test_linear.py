@@ -81,6 +81,26 @@ def test_steps_of_a_program_follow_each_other(form, rows, k, device, monkeypatch
     assert same(product(weight, x, None, device), weight.as_dtype(torch.bfloat16)[:, columns].T)
 
 
+TURNS = [("fp8 channel", 9), ("fp8 channel", 20), ("fp8 block", 20), ("fp8 group", 40)]
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "device"), cases(TURNS, ("fp8 block", "fp8 group", "fp8 columns"), (9, 20, 40))
+)
+@pytest.mark.parametrize("k", [1157, 1536])
+def test_shares_that_take_turns_have_each_column_once(form, rows, k, device, monkeypatch):
+    monkeypatch.setattr(plan_shares, "_MOST_SHARES", 4)
+    weight = make(form, [24], k)
+    columns = torch.arange(rows) * (k - 1) // (rows - 1)  # the first and the last, and some of each step
+    x = one_hot(columns, k, torch.bfloat16)
+    plan = plans.plan(weight.operator, (x.new_empty(rows, 24), *weight.args(x, None)))
+    assert isinstance(plan, Plan)
+    constants = plan.launches[0].constants
+    assert constants["APART"] == constants["SHARES"] == 4
+    assert constants["STEPS"] > 2
+    assert same(product(weight, x, None, device), weight.as_dtype(torch.bfloat16)[:, columns].T)
+
+
 @DEVICES
 @FORMS
 @settings(deadline=None, max_examples=5)

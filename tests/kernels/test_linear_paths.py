@@ -57,6 +57,7 @@ def test_launches_cover_every_row_and_column_once(form, m, parts, k):
         else:
             assert programs % splits == 0
             assert one.warps == c["WARPS"]
+            assert c["APART"] in (1, splits)
             programs //= splits
         assert programs * rows_a_program(c) >= n > (programs - 1) * rows_a_program(c)
         assert tokens * c["TOKENS"] >= m > (tokens - 1) * c["TOKENS"]
