@@ -229,6 +229,33 @@ def test_many_calls_on_two_streams_at_once():
 
 
 @pytest.mark.cuda
+def test_it_waits_until_a_neighbour_has_left():
+    from kernels.neighbour import hold
+
+    w = weight(2048, 8192).cuda()
+    want = poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")
+    torch.ops.olq.quantize_fp8_(w, *want, 0, 0, False, *PLAIN)
+    taken = torch.zeros(tiles.TOGETHER // 2, dtype=torch.int64, device="cuda")
+    hold[(len(taken),)](taken, 1, num_warps=32)
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    found = [(poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")) for _ in range(3)]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    with torch.cuda.stream(other):
+        other.wait_event(start)
+        hold[(len(taken),)](taken, 20_000_000, num_warps=32)  # 1024 threads of half of the multiprocessors
+    for outputs in found:
+        torch.ops.olq.quantize_fp8_(w, *outputs, 0, 0, False, *PLAIN)
+    end.record()
+    torch.cuda.synchronize()
+    assert taken.min() >= 20_000_000
+    assert start.elapsed_time(end) > 15, "the neighbour was in nobody's way"
+    for outputs in found:
+        assert all(a.equal(b) for a, b in zip(outputs, want, strict=True))
+
+
+@pytest.mark.cuda
 def test_a_graph_holds_it():
     w = weight(2048, 8192, seed=1).cuda()
     found = poison(*w.shape).cuda(), torch.empty(1, 1, device="cuda")
