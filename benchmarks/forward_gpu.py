@@ -9,7 +9,7 @@ Then rounds, in each of which these run one after the other, between CUDA events
 layer     the whole call: x is quantized, multiplied, scaled
 product   the same without quantizing x
 bare      torch.nn.functional.scaled_mm of the recipe that the scales have, on operands that are there
-copy      a plain copy on the device, for the rate at which bytes can be moved
+copy      a plain copy on the device, for the rate at which bytes can be moved: the fastest that the process has seen
 
 M = 4096   share = bare / layer
 M = 1, 16  share = time to read and write the operands at the rate of the copy / product; `share_of_layer` counts all
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import olq
 from benchmarks import runner
+from benchmarks.device_copy import Copy, milliseconds
 from olq import forward
 from olq.forward import scaled, scaled_fp8
 from olq.forward.activations import quantize_fp8
@@ -157,47 +158,36 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _milliseconds(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / LAYERS
-
-
-def measure(case: Case, layers: list[Layer], xs: list[Tensor], rounds: int) -> Row:
+def measure(case: Case, layers: list[Layer], xs: list[Tensor], copy: Copy, rounds: int) -> Row:
     """Medians over rounds of microseconds and shares."""
     m = xs[0].shape[0]
-    source = torch.empty(LAYERS, N, K // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
     # Kept together: what a graph's outputs are in is the graph's.
     graphs = {name: captured(call) for name, call in calls(case, layers, xs).items()}
     runs: dict[str, Callable[[], object]] = {name: graph.replay for name, graph in graphs.items()}
-    runs["copy"] = lambda: target.copy_(source)
+    runs["copy"] = copy.run
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for _ in range(rounds + 2):
         order.append(order.pop(0))
         for name in order:
-            times[name].append(_milliseconds(runs[name]))
-    taken = {name: values[2:] for name, values in times.items()}
+            times[name].append(milliseconds(runs[name]))
+    seen = copy.seen(times.pop("copy")[2:])
+    taken = {name: [t / LAYERS for t in values[2:]] for name, values in times.items()}
     row: Row = {f"{name}_us": statistics.median(values) * 1e3 for name, values in taken.items()}
     if m == LARGE:
         shares = [b / a for a, b in zip(taken["layer"], taken["bare"], strict=True)]
     else:
-        moved = N * K + m * K + 2 * m * N  # codes of W and x, and y
-        least = [c * moved / (2 * N * K) for c in taken["copy"]]
-        shares = [a / b for a, b in zip(least, taken["product"], strict=True)]
-        row["least_us"] = statistics.median(least) * 1e3
-        row["share_of_layer"] = statistics.median(a / b for a, b in zip(least, taken["layer"], strict=True))
+        least = copy.milliseconds(N * K + m * K + 2 * m * N)  # codes of W and x, and y
+        shares = [least / t for t in taken["product"]]
+        row["least_us"] = least * 1e3
+        row["share_of_layer"] = least / statistics.median(taken["layer"])
     low, share, high = statistics.quantiles(shares, n=4)
-    return {**row, "share": share, "share_quartiles": [low, high], "target": TARGETS[m]}
+    return {**row, **seen, "share": share, "share_quartiles": [low, high], "target": TARGETS[m]}
 
 
 def line(row: Row) -> str:
     """One row as text."""
-    names = ("layer_us", "product_us", "bare_us", "least_us", "copy_us")
+    names = ("layer_us", "product_us", "bare_us", "least_us")
     text = ", ".join(f"{name[:-3]} {row[name]:.2f}" for name in names if name in row)
     whole = f", of the layer {row['share_of_layer']:.3f}" if "share_of_layer" in row else ""
     low, high = row["share_quartiles"]  # pyright: ignore[reportGeneralTypeIssues]
@@ -215,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         return runner.NO_GPU
     machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    copy = Copy()
     missed, red = [], False
     for case in CASES:
         if chosen.case and case.name not in chosen.case:
@@ -229,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             path = str(forward.path(layers[0], xs[0]))
             row = {"case": case.name, "m": m, "shape": f"{N}x{K}", "error_over_bound": error, "path": path}
-            row |= {**measure(case, layers, xs, chosen.rounds), **machine}
+            row |= {**measure(case, layers, xs, copy, chosen.rounds), **machine}
             print(line(row), flush=True)
             if isinstance(row["share"], float) and row["share"] < TARGETS[m]:
                 missed.append(f"{case.name}, M {m}: {row['share']:.3f}, target {TARGETS[m]:g}")

@@ -8,7 +8,8 @@ olq's operator, a linear with a bfloat16 weight and a copy of 1 GiB run one afte
 replayed from CUDA graphs that go through so many copies of the weight that no cache holds one, and so often that what
 starts a graph, and what the copy left in the cache to be written, is little of each product's time.
 
-share   of olq's time that reading codes and scales would take at the copy's rate (bytes read plus bytes written)
+share   of olq's time that reading codes and scales would take at a copy's rate (bytes read plus bytes written), the
+        fastest that the process has seen: at times copies take up to a quarter longer, and products do not
 speed   the bfloat16 linear's time / olq's
 
 Each row is printed, and appended to FILE as a line of JSON with the machine and the versions.
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import runner
+from benchmarks.device_copy import Copy, milliseconds
 from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
 from olq import kernels
 
@@ -65,26 +67,17 @@ def repeated(calls: Sequence[Callable[[], object]], least: int) -> tuple[Callabl
     return graph(every), len(every)
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """One run, between two events."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def copies(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """As many equal weights as no cache holds, at least two."""
     size = sum(t.numel() * t.element_size() for t in tensors)
     return [tuple(t.clone() for t in tensors) for _ in range(max(2, -(-_CACHE // size)))]
 
 
-def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], m: int, rounds: int) -> Row:
+def measure(
+    case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], copy: Copy, m: int, rounds: int
+) -> Row:
     """One number of rows of x."""
     x = torch.randn(m, SHAPE[1], dtype=torch.bfloat16, device="cuda")
-    memory = torch.empty(2, 1 << 29, dtype=torch.bfloat16, device="cuda").random_(0, 3)
     least = _CALLS if m <= 256 else 1
 
     def one(weight: tuple[Tensor, ...]) -> Callable[[], object]:
@@ -96,7 +89,7 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
     runs = {
         "olq": repeated([one(w) for w in weights], least),
         "linear": repeated([other(w) for w in plain], least),
-        "copy": (lambda: memory[1].copy_(memory[0]), 1),
+        "copy": (copy.run, 1),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
@@ -106,15 +99,15 @@ def measure(case: Case, weights: list[tuple[Tensor, ...]], plain: list[Tensor], 
         for name in order:
             run, count = runs[name]
             times[name].append(milliseconds(run) / count)
-    olq, linear, copy = (statistics.median(times[name][3:]) for name in runs)
-    rate = 2 * memory[0].numel() * 2 / copy
+    olq, linear = (statistics.median(times[name][3:]) for name in ("olq", "linear"))
+    rates = copy.seen(times["copy"][3:])
     size = sum(t.numel() * t.element_size() for t in weights[0])
     return {
         "rows_of_x": m,
         "us": olq * 1e3,
         "linear_us": linear * 1e3,
-        "copy_terabytes_a_second": rate / 1e9,
-        "share": size / rate / olq,
+        **rates,
+        "share": copy.milliseconds(size) / olq,
         "share_target": case.share if m in FEW else None,
         "speed": linear / olq,
         "speed_target": case.speed if m == MANY else None,
@@ -157,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     plain = [torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda").mul_(0.02) for _ in range(2)]
+    copy = Copy()
     failed, red = [], False
     for case in CASES:
         if chosen.case and case.name not in chosen.case:
@@ -169,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         weights = copies(tensors)
         for m in ROWS_OF_X:
-            measured = measure(case, weights, plain, m, chosen.rounds)
+            measured = measure(case, weights, plain, copy, m, chosen.rounds)
             row = {"case": case.name, "shape": f"{SHAPE[0]}x{SHAPE[1]}", **measured, **machine}
             print(line(row), flush=True)
             failed += missed(row)

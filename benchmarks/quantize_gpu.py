@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import runner
+from benchmarks.device_copy import milliseconds
 from benchmarks.gpu_cases import CASES, LARGE, SCRATCH_BOUND, SMALL, SPEEDUP, Case, weight
 from benchmarks.quantize_cpu import first_difference
 from olq import kernels
@@ -46,16 +47,6 @@ def check(case: Case, w: Tensor) -> str | None:
     return None
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(_LAUNCHES):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / _LAUNCHES
-
-
 def large(case: Case, w: Tensor, rounds: int) -> Row:
     """Share of a copy's rate, and scratch."""
     outputs, target = case.outputs(w), torch.empty_like(w)
@@ -68,7 +59,7 @@ def large(case: Case, w: Tensor, rounds: int) -> Row:
     for _ in range(rounds + 1):
         order.append(order.pop(0))
         for name in order:
-            times[name].append(_milliseconds(calls[name]))
+            times[name].append(milliseconds(calls[name]))
     ours, copies = times["olq"][1:], times["copy"][1:]  # the first round compiles and warms
     shares = [case.bytes_an_element / 4 * c / t for t, c in zip(ours, copies, strict=True)]
     torch.cuda.synchronize()

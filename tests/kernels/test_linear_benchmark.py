@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import linear_gpu, runner
+from benchmarks.device_copy import Copy
 from benchmarks.linear_cases import CASES
 
 FORMATS = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -36,6 +37,17 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert linear_gpu.main([]) == runner.NO_GPU
     assert capsys.readouterr().out == "no CUDA device: nothing is timed\n"
+
+
+def test_the_fastest_copies_are_the_limit():
+    copy = object.__new__(Copy)  # without a GPU
+    copy.source, copy.fastest = torch.empty(1 << 20, dtype=torch.bfloat16), 0.0
+    rate = 4 * (1 << 20)  # bytes, read and written, in a millisecond
+    for times, median, fastest in (([2.0, 1.0, 9.0], 2.0, 2.0), ([0.5], 0.5, 0.5), ([4.0], 4.0, 0.5)):
+        seen = copy.seen(times)
+        assert seen["copy_terabytes_a_second"] == rate / median / 1e9
+        assert seen["fastest_terabytes_a_second"] == rate / fastest / 1e9
+        assert copy.milliseconds(rate) == fastest
 
 
 def test_missed_targets_are_named():
