@@ -222,6 +222,11 @@ def section(
     return out + (["Rows without a figure that is known:", "", *plain_table(other)] if other else [])
 
 
+def _are(some: Sequence[str]) -> str:
+    """How many there are, with the verb."""
+    return f"{len(some)} {'is' if len(some) == 1 else 'are'}"
+
+
 def results(folder: Path) -> str:
     """The page docs/results.md, from a folder of files of rows."""
     files = {file.stem: rows_of(file) for file in sorted(folder.glob("*.jsonl")) if file.name != RECORDS}
@@ -242,8 +247,8 @@ def results(folder: Path) -> str:
             "`benchmarks/targets.py`. They bound shares and ratios, both sides of which were measured in one run; "
             "times and bytes are information. Of a target that is not met, `benchmarks/reasons.py` says what was tried."
         ),
-        f"Of {sum(map(len, count.values()))} targets {len(count['yes'])} are met, {len(count['not met'])} are not, and "
-        f"{len(count['not measured'])} have no measured row.",
+        f"Of {sum(map(len, count.values()))} targets {_are(count['yes'])} met, {_are(count['not met'])} not, and "
+        f"{_are(count['not measured'])} without a measured row.",
         "",
     ]
     for word in ("not met", "not measured"):
@@ -252,7 +257,10 @@ def results(folder: Path) -> str:
     if reasons:
         out += ["What profiles say of those that are not met, and what was tried:", ""]
         for reason, cases in reasons.items():
-            out += prose(f"- **{'; '.join(cases)}.** {reason}")
+            first, *others = reason.split("\n\n")
+            out += prose(f"- **{'; '.join(cases)}.** {first}")
+            for paragraph in others:
+                out += prose(f"  - {paragraph}")
     return "\n".join(out + body).rstrip("\n") + "\n"
 
 

@@ -16,7 +16,7 @@ class Reason:
     Args:
         benchmark: name.
         where: keys and values of the cases; those that a target's case has too.
-        text: whole sentences.
+        text: whole sentences, with empty lines between paragraphs.
     """
 
     benchmark: str
@@ -59,38 +59,42 @@ REASONS = (
     Reason(
         "linear_gpu",
         {"case": "nvfp4", "rows_of_x": 16},
-        "36 MiB take 9 us at the rate of a copy, 14 are allowed, and computing takes as long by itself. Taken apart "
-        "before the last changes, when the kernel took 16.1 us: a variant that can stop takes 5.5, 10.6 and 16.5 for "
-        "1, 4 and all 8 steps, so 4 to 5 us do not depend on the columns (two launches, addresses, the first reads, "
-        "the sums). All 8 steps take 8.9 us if they only multiply what is there, 13.4 if they decode it too, 14.2 "
-        "with each step's x, all that without reading codes; 15.6 with codes and without x; 11.3 with codes that are "
-        "not decoded, and the first step's x in each. Reading the codes alone takes 10.2. So reading is hidden but "
-        "for 2 us, and computing is what would have to be shorter: products alone add 0.64 us a step, 5.1 in all, and "
-        "take 2.2 at the tensor cores' peak rate, and four fifths of the issue slots are used where nothing is read. "
-        "What read earlier or deeper was slower than 16.1: codes by asynchronous copies in 2 to 5 stages (27 us and "
-        "more), by TMA (17.5), in registers two steps ahead (18.3), brought into the L2 cache by bulk prefetches of "
-        "128 to 1024 bytes a row (18 to 20), blocks' and the tensor's scales asked for before the first step (16.3). "
-        "So were bodies of two steps (16.4), weights decoded a product ahead (20.7: Triton sends them through shared "
-        "memory), and, earlier, x two steps ahead or by asynchronous copies, one to four products between barriers, "
-        "64 to 256 rows a program, 2 to 8 shares, 64 to 190 registers, all of a step decoded at once. What helped: no "
-        "codes asked for before the launch's wait, and 512 columns a program where shares are added, 16.1 to 15.5. "
-        "Nsight Compute of the kernel as it is: issue slots 55 % while multiprocessors work, integer units 50, L1 47 "
-        "of all cycles; of 6.5 cycles between two instructions of a warp 1.6 wait for memory, 0.9 at barriers, 0.8 for "
-        "the integer units. No unit is full, and 16 warps are not enough to fill one; but 24 with 80 registers and 6 "
-        "shares took 18.8 us and more, 32 with 64 registers 26.2, where this one took 16.6. In Gluon, all with equal "
-        "bytes: products by mma.sync, x from shared memory, one barrier a step and no fence 15.9 where this kernel "
-        "took 16.5, codes two steps ahead 17.4; codes by TMA 17.4 with 2 stages, 18.4 with 3, 19.5 with 4; "
-        "asynchronous wgmma while the next piece is decoded 18.9; x of all steps laid down beforehand 20 to 25. "
-        "What is asked for earlier comes later: the first step's codes queue behind the next steps', and computing is "
-        "what follows. In plain Triton, with equal bytes, where this kernel took 15.4: products by mma.sync with x as "
-        "the left operand 16.2, with one barrier for 256 columns instead of two 16.3; shares that take turns 16.1, "
-        "which helps fp8; programs in another order 15.8; steps that begin at another place in each program 15.6; 104 "
-        "and 112 registers, which leave room for the launch that adds, 20.9 and 17.3. Of other layouts of the weight: "
-        "one whose bits are shifted and masked to values, with 18 operations for 16 codes instead of 26, took 14.5; "
-        "that and codes and scales in the order in which warps read them, by mma.sync, 14.1 to 14.3. So a layout for "
-        "this kernel alone, which no other could read, would come to a share of 0.64 to 0.65. (Processes differ by 1 "
-        "us: compare within a sentence.) Not tried: sums that the last program of a band adds, which needs counters "
-        "that are zero, and no two streams could share them.",
+        "36 MiB take 9 us at the rate of a copy, 13.8 are allowed, the kernel takes 15.2, and computing takes as long "
+        "as reading. Processes differ by 1 us: times are to be compared within a sentence. Variants that leave nothing "
+        "out were checked, with rows of x that have a single 1, bit for bit.\n\n"
+        "Taken apart, when it took 16.1 us: a variant that can stop takes 5.5, 10.6 and 16.5 for 1, 4 and all 8 steps, "
+        "so 4 to 5 us do not depend on the columns (two launches, addresses, the first reads, the sums). Without "
+        "reading codes, all 8 steps take 8.9 us if they only multiply what is there, 13.4 if they decode it too, 14.2 "
+        "with each step's x. With codes, they take 15.6 without x, 11.3 if codes are not decoded and x is the first "
+        "step's. Reading the codes alone takes 10.2. So reading is hidden but for 2 us, and computing is what would "
+        "have to be shorter.\n\n"
+        "Nsight Compute: issue slots 55 % while multiprocessors work, integer units 50, L1 47 of all cycles; of 6.5 "
+        "cycles between two instructions of a warp 1.6 wait for memory, 0.9 at barriers, 0.8 for the integer units. No "
+        "unit is full, and 16 warps are not enough to fill one; but 24 with 80 registers and 6 shares took 18.8 us and "
+        "more, 32 with 64 registers 26.2, where this one took 16.6.\n\n"
+        "What helped: no codes asked for before the launch's wait, and 512 columns a program where shares are added, "
+        "16.1 to 15.5.\n\n"
+        "What reads earlier or deeper is slower: the first step's codes queue behind the next steps', and computing "
+        "follows them. Where this kernel took 16.1 us: codes by asynchronous copies in 2 to 5 stages 27 and more, by "
+        "TMA 17.5, in registers two steps ahead 18.3, brought into the L2 cache by bulk prefetches 18 to 20, blocks' "
+        "and the tensor's scales before the first step 16.3.\n\n"
+        "Other divisions: bodies of two steps 16.4, weights decoded a product ahead 20.7 (Triton sends them through "
+        "shared memory); earlier, x two steps ahead or by asynchronous copies, one to four products between barriers, "
+        "64 to 256 rows a program, 2 to 8 shares, 64 to 190 registers, all of a step decoded at once. Where this "
+        "kernel took 15.4 us: shares that take turns 16.1, which helps fp8; programs in another order 15.8; steps that "
+        "begin at another place in each program 15.6; 104 and 112 registers, which leave room for the launch that "
+        "adds, 20.9 and 17.3.\n\n"
+        "Products by mma.sync instead of wgmma, with x as the left operand and weights that stay in registers, in "
+        "plain Triton: 16.2 where this kernel took 15.4, with one barrier for 256 columns instead of two 16.3. Each "
+        "warp reads x from shared memory then, and the L1 pipe is full. In Gluon, where this kernel took 16.5: "
+        "mma.sync 15.9, with codes two steps ahead 17.4; codes by TMA 17.4 with 2 stages, 18.4 with 3, 19.5 with 4; "
+        "asynchronous wgmma while the next piece is decoded 18.9; x of all steps laid down beforehand 20 to 25.\n\n"
+        "Other layouts of the weight, where this kernel took 15.4 us: bits that shifts and masks alone bring to their "
+        "places, 18 operations for 16 codes instead of 26, 14.5; these, codes and scales in the order in which warps "
+        "read them, and mma.sync, 14.1 to 14.3. So a layout that only this kernel could read would come to a share of "
+        "0.63.\n\n"
+        "Not tried: sums that the last program of a band adds, which needs counters that are zero, and no two streams "
+        "could share them.",
     ),
     Reason(
         "linear_gpu",
