@@ -2,14 +2,15 @@
 
     python -m benchmarks.forward_gpu [--case token] [--rounds 15] [--results FILE] [--check]
 
-8192 x 8192 weights of fp8, x in bfloat16, in CUDA graphs that go through more weights than the L2 cache holds. For each
-case and number of rows M: first the output against float64 products of the quantized values; what is off is not timed.
-Then rounds, in each of which these run one after the other, between CUDA events:
+8192 x 8192 weights of fp8, x in bfloat16, in CUDA graphs that go through more weights than the L2 cache holds, many
+times where one call takes microseconds. For each case and number of rows M: first the output against float64 products
+of the quantized values; what is off is not timed. Then rounds, in each of which these run one after the other, between
+CUDA events:
 
 layer     the whole call: x is quantized, multiplied, scaled
 product   the same without quantizing x
 bare      torch.nn.functional.scaled_mm of the recipe that the scales have, on operands that are there
-copy      a plain copy on the device, for the rate at which bytes can be moved: the fastest that the process has seen
+copy      a plain copy on the device, for the rate at which bytes can be moved: of all rows' medians the fastest
 
 M = 4096   share = bare / layer
 M = 1, 16  share = time to read and write the operands at the rate of the copy / product; `share_of_layer` counts all
@@ -37,6 +38,7 @@ from olq.forward.activations import quantize_fp8
 
 N = K = 8192
 LAYERS = 8  # of 64 MiB each; an H200 has an L2 cache of 50 MB
+CALLS = 256  # of a graph, of few rows: what starts a graph, and what a copy leaves to be written, is little of each
 LARGE, SMALL = 4096, (1, 16)
 TARGETS = {LARGE: 0.92, 1: 0.80, 16: 0.80}
 EACH, ROUNDING = 2.0**-10, 2.0**-8  # tensor cores' share of the sum of magnitudes; bfloat16
@@ -143,8 +145,8 @@ def calls(case: Case, layers: list[Layer], xs: list[Tensor]) -> dict[str, Call]:
     return found
 
 
-def captured(call: Call) -> torch.cuda.CUDAGraph:
-    """A graph of one call for each layer."""
+def captured(call: Call, count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls, which take turns with the layers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -153,16 +155,18 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(LAYERS):
-            call(i)
+        for i in range(count):
+            call(i % LAYERS)
     return graph
 
 
-def measure(case: Case, layers: list[Layer], xs: list[Tensor], copy: Copy, rounds: int) -> Row:
-    """Medians over rounds of microseconds and shares."""
-    m = xs[0].shape[0]
+def measure(
+    case: Case, layers: list[Layer], xs: list[Tensor], copy: Copy, rounds: int
+) -> tuple[Row, dict[str, list[float]]]:
+    """Medians over rounds, in microseconds; and milliseconds of a call in each round."""
+    count = LAYERS if xs[0].shape[0] == LARGE else CALLS
     # Kept together: what a graph's outputs are in is the graph's.
-    graphs = {name: captured(call) for name, call in calls(case, layers, xs).items()}
+    graphs = {name: captured(call, count) for name, call in calls(case, layers, xs).items()}
     runs: dict[str, Callable[[], object]] = {name: graph.replay for name, graph in graphs.items()}
     runs["copy"] = copy.run
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -171,18 +175,27 @@ def measure(case: Case, layers: list[Layer], xs: list[Tensor], copy: Copy, round
         order.append(order.pop(0))
         for name in order:
             times[name].append(milliseconds(runs[name]))
-    seen = copy.seen(times.pop("copy")[2:])
-    taken = {name: [t / LAYERS for t in values[2:]] for name, values in times.items()}
+    rate = copy.seen(times.pop("copy")[2:])
+    taken = {name: [t / count for t in values[2:]] for name, values in times.items()}
     row: Row = {f"{name}_us": statistics.median(values) * 1e3 for name, values in taken.items()}
+    return {**row, "copy_terabytes_a_second": rate}, taken
+
+
+def shares(m: int, taken: dict[str, list[float]], copy: Copy) -> Row:
+    """What a row says of its target, when the copies of all rows have been seen."""
+    row: Row = {}
     if m == LARGE:
-        shares = [b / a for a, b in zip(taken["layer"], taken["bare"], strict=True)]
+        found = [b / a for a, b in zip(taken["layer"], taken["bare"], strict=True)]
     else:
         least = copy.milliseconds(N * K + m * K + 2 * m * N)  # codes of W and x, and y
-        shares = [least / t for t in taken["product"]]
-        row["least_us"] = least * 1e3
-        row["share_of_layer"] = least / statistics.median(taken["layer"])
-    low, share, high = statistics.quantiles(shares, n=4)
-    return {**row, **seen, "share": share, "share_quartiles": [low, high], "target": TARGETS[m]}
+        found = [least / t for t in taken["product"]]
+        row = {
+            "fastest_terabytes_a_second": copy.fastest / 1e9,
+            "least_us": least * 1e3,
+            "share_of_layer": least / statistics.median(taken["layer"]),
+        }
+    low, share, high = statistics.quantiles(found, n=4)
+    return {**row, "share": share, "share_quartiles": [low, high], "target": TARGETS[m]}
 
 
 def line(row: Row) -> str:
@@ -206,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     copy = Copy()
-    missed, red = [], False
+    measured, missed, red = [], [], False
     for case in CASES:
         if chosen.case and case.name not in chosen.case:
             continue
@@ -220,11 +233,14 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             path = str(forward.path(layers[0], xs[0]))
             row = {"case": case.name, "m": m, "shape": f"{N}x{K}", "error_over_bound": error, "path": path}
-            row |= {**measure(case, layers, xs, copy, chosen.rounds), **machine}
-            print(line(row), flush=True)
-            if isinstance(row["share"], float) and row["share"] < TARGETS[m]:
-                missed.append(f"{case.name}, M {m}: {row['share']:.3f}, target {TARGETS[m]:g}")
-            runner.keep(row, chosen.results)
+            medians, taken = measure(case, layers, xs, copy, chosen.rounds)
+            measured.append((case, m, {**row, **medians, **machine}, taken))
+    for case, m, row, taken in measured:
+        row |= shares(m, taken, copy)
+        print(line(row))
+        if isinstance(row["share"], float) and row["share"] < TARGETS[m]:
+            missed.append(f"{case.name}, M {m}: {row['share']:.3f}, target {TARGETS[m]:g}")
+        runner.keep(row, chosen.results)
     for text in missed:
         print(f"target missed: {text}")
     if red:

@@ -59,7 +59,7 @@ def large(case: Case, w: Tensor, rounds: int) -> Row:
     for _ in range(rounds + 1):
         order.append(order.pop(0))
         for name in order:
-            times[name].append(milliseconds(calls[name]))
+            times[name].append(milliseconds(calls[name], _LAUNCHES))
     ours, copies = times["olq"][1:], times["copy"][1:]  # the first round compiles and warms
     shares = [case.bytes_an_element / 4 * c / t for t, c in zip(ours, copies, strict=True)]
     torch.cuda.synchronize()

@@ -155,8 +155,8 @@ BENCHMARKS = (
         "forward_gpu",
         "Layers with quantized weights and activations",
         "At M = 4096 the time of torch's bare scaled_mm on operands that are there, over that of the whole layer, "
-        "which quantizes x as well; at M = 1 and 16 the time of moving the operands' bytes at the rate of the fastest "
-        "copies that the process has seen, over that of the product, and for information over that of the whole layer.",
+        "which quantizes x as well; at M = 1 and 16 the time of moving the operands' bytes, at the rate of the row "
+        "whose copies were fastest, over that of the product, and for information over that of the whole layer.",
         ("case", "m", "shape"),
         (
             Figure(
@@ -177,8 +177,9 @@ BENCHMARKS = (
         "linear_gpu",
         "Products with quantized weights",
         "The share is the time of reading codes and scales at a copy's rate, over olq's; the speed is the time of a "
-        "linear with a bfloat16 weight, over olq's. Copies run in the same rounds; the rate is the fastest that the "
-        "process has seen, since at times they take up to a quarter longer, and products do not.",
+        "linear with a bfloat16 weight, over olq's. Copies run in the same rounds, and the rate is that of the row "
+        "whose copies were fastest: between products, which heat the GPU, copies of one process differ by up to 30 %, "
+        "and products of few rows do not. Those of many rows differ by up to 10 % from process to process.",
         ("case", "rows_of_x", "shape"),
         (
             Figure("share", "share of reading its bytes", {"us": ""}),

@@ -1,6 +1,7 @@
 """What the benchmark checks with, and that the page shows the rows that were measured."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from forward.layers import numbers
 from forward.oracle import UNITS, fp8_values
 
 from benchmarks import forward_gpu, runner
+from benchmarks.device_copy import Copy
 from benchmarks.markdown import rows_of
 from benchmarks.pages import newest
 
@@ -27,6 +29,34 @@ def test_without_such_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert forward_gpu.main([]) == runner.NO_GPU
     assert "nothing is timed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("m", "count"), [(16, forward_gpu.CALLS), (forward_gpu.LARGE, forward_gpu.LAYERS)])
+def test_a_row_has_times_of_one_call_and_shares_of_all_rows_copies(monkeypatch, m, count):
+    copy = object.__new__(Copy)  # without a GPU
+    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    took = {"layer": 10.0, "product": 8.0, "bare": 9.0}  # milliseconds of a graph
+    monkeypatch.setattr(forward_gpu, "calls", lambda *_: dict.fromkeys(took))
+    graphs = iter(took)
+    monkeypatch.setattr(
+        forward_gpu, "captured", lambda call, calls: SimpleNamespace(replay=(next(graphs), calls))
+    )
+    monkeypatch.setattr(
+        forward_gpu, "milliseconds", lambda run: 0.5 if callable(run) else took[run[0]] / count * run[1]
+    )
+    row, taken = forward_gpu.measure(forward_gpu.CASES[0], [], [torch.empty(m, 1)], copy, 3)
+    assert [row[f"{name}_us"] for name in took] == [t / count * 1e3 for t in took.values()]
+    assert {name: len(values) for name, values in taken.items()} == dict.fromkeys(took, 3)
+    assert row["copy_terabytes_a_second"] == (1 << 30) / 0.5 / 1e9
+    copy.seen([0.25])  # a later row's
+    least = (8192 * 8192 + m * 8192 + 2 * m * 8192) / ((1 << 30) / 0.25)
+    found = forward_gpu.shares(m, taken, copy)
+    if m == forward_gpu.LARGE:
+        assert found["share"] == 0.9
+    else:
+        assert found["share"] == pytest.approx(least / (8.0 / count))
+        assert found["share_of_layer"] == pytest.approx(least / (10.0 / count))
+        assert found["least_us"] == pytest.approx(least * 1e3)
 
 
 def test_each_case_was_measured_where_its_values_were_right():

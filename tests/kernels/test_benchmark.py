@@ -33,6 +33,21 @@ def test_cases_call_operators():
             assert hasattr(OPS, operator)
 
 
+def test_several_launches_lie_between_two_events(monkeypatch):
+    launches, took = [], iter([9.0, 9.0, 4.0, 3.0])  # the first round warms; then copy and olq
+    monkeypatch.setattr(quantize_gpu, "milliseconds", lambda run, times: launches.append(times) or next(took))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(quantize_gpu.statistics, "quantiles", lambda values, n: (values[0],) * 3)
+    case = next(case for case in CASES if case.name == "mxfp8")
+    row = quantize_gpu.large(case, weight((64, 64), "cpu"), 1)
+    assert launches == [4] * 4
+    assert row["ms"] in (3.0, 4.0)
+    assert row["share"] == case.bytes_an_element / 4 * (7.0 - row["ms"]) / row["ms"]
+
+
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert quantize_gpu.main([]) == runner.NO_GPU

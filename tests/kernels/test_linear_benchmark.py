@@ -1,11 +1,12 @@
 """The benchmark of products refuses to time wrong bits and says what it missed. Timing itself needs a GPU."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import linear_gpu, runner
+from benchmarks import device_copy, linear_gpu, runner
 from benchmarks.device_copy import Copy
 from benchmarks.linear_cases import CASES
 
@@ -39,15 +40,44 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     assert capsys.readouterr().out == "no CUDA device: nothing is timed\n"
 
 
-def test_the_fastest_copies_are_the_limit():
+def test_the_fastest_copies_of_all_rows_are_the_limit():
     copy = object.__new__(Copy)  # without a GPU
     copy.source, copy.fastest = torch.empty(1 << 20, dtype=torch.bfloat16), 0.0
-    rate = 4 * (1 << 20)  # bytes, read and written, in a millisecond
+    moved = 4 * (1 << 20)  # bytes, read and written
     for times, median, fastest in (([2.0, 1.0, 9.0], 2.0, 2.0), ([0.5], 0.5, 0.5), ([4.0], 4.0, 0.5)):
-        seen = copy.seen(times)
-        assert seen["copy_terabytes_a_second"] == rate / median / 1e9
-        assert seen["fastest_terabytes_a_second"] == rate / fastest / 1e9
-        assert copy.milliseconds(rate) == fastest
+        assert copy.seen(times) == moved / median / 1e9
+        assert copy.milliseconds(moved) == fastest
+
+
+def test_so_many_runs_lie_between_two_events(monkeypatch):
+    order = []
+    event = SimpleNamespace(
+        record=lambda: order.append("event"), synchronize=lambda: None, elapsed_time=lambda end: 12.0
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    assert device_copy.milliseconds(lambda: order.append("run"), 3) == 4.0
+    assert order == ["event", "run", "run", "run", "event"]
+
+
+def test_a_row_has_times_of_one_call_and_the_share_of_all_rows_copies(monkeypatch):
+    copy = object.__new__(Copy)
+    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    names, took = iter(("olq", "linear")), {"olq": 6.0, "linear": 9.0}  # of three calls
+    monkeypatch.setattr(linear_gpu, "SHAPE", (48, 256))
+    monkeypatch.setattr(linear_gpu, "repeated", lambda calls, least: (next(names), 3))
+    monkeypatch.setattr(linear_gpu, "milliseconds", lambda run: took.get(run, 0.5))
+    monkeypatch.setattr(runner, "warm_up", lambda: None)
+    case = next(case for case in CASES if case.name == "mxfp8")
+    row, olq, size = linear_gpu.measure(case, [case.quantize(weight())], [weight()], copy, 16, 2)
+    assert (row["us"], row["linear_us"], row["speed"], olq) == (2000.0, 3000.0, 1.5, 2.0)
+    assert row["copy_terabytes_a_second"] == (1 << 30) / 0.5 / 1e9
+    assert size == 48 * 256 + 48 * 8
+    copy.seen([0.25])  # a later row's
+    rate = (1 << 30) / 0.25
+    assert linear_gpu.share(olq, size, copy) == {
+        "fastest_terabytes_a_second": rate / 1e9,
+        "share": size / rate / 2.0,
+    }
 
 
 def test_missed_targets_are_named():
