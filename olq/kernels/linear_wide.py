@@ -16,8 +16,8 @@ Ahead     what the next step needs is asked for as soon as this one has no more 
 Shares    with 128 rows a program there are 64 programs for 8192 rows, fewer than multiprocessors, and with fewer rows x
           is read more often: so columns are divided too. Each program writes the sum of its columns, scaled, in
           float32: [SHARES, m, columns of the result]; `add` adds them, in order, with the bias. One share needs
-          neither. Each share has columns; a step of the last one may have none, and an infinite scale on its sum,
-          which is zero, would make a NaN.
+          neither. Each share has columns; its last step may have none, and an infinite scale on that sum, which is
+          zero, would make a NaN.
 Apart     a share's steps lie APART steps apart: 1, or SHARES, so that shares take turns, and programs that run at the
           same time read side by side.
 DENSE     columns of x are next to each other. Where they are not, x is read in the order of the weights at once: Triton
@@ -238,9 +238,8 @@ def product(
     STRIP: tl.constexpr = SIDE * 8  # words of a row and step
     ROWS: tl.constexpr = 16 * WARPS
     band = tl.program_id(0) // SHARES * ROWS
-    first = (
-        tl.program_id(0) % SHARES
-    )  # step of the whole walk; what is called a step below is how far one is from it
+    # The share's first step, counted over all columns. Steps are numbered from it: its own are 0, APART, 2 APART ...
+    first = tl.program_id(0) % SHARES
     if APART == 1:
         first *= STEPS
     rows, word = words_of(row, band, n, 1, WARPS, 16, SIDE, 1, STEPS, PAIRS)

@@ -3,6 +3,8 @@
 On a CPU the kernels run under Triton's interpreter, in a process of their own (test_interpreter).
 """
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -266,22 +268,29 @@ def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device
         monkeypatch.setattr(module, "gdc_wait", lambda **rest: order.append("wait"))
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda **rest: order.append("next"))
     monkeypatch.setattr(linear_weights.tl, "inline_asm_elementwise", record)
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    load = builder.create_masked_load
+    monkeypatch.setattr(builder, "create_masked_load", lambda *args: order.append("load") or load(*args))
     weight = make(form, [40], 1060)
     inner, *rest = weight.tensors
     codes = torch.zeros(len(inner), 4096, dtype=torch.uint8)[:, -inner.shape[1] :]
     codes.copy_(inner)
     args = (torch.ones(m, 1060, dtype=torch.bfloat16), codes, *rest, None, [40], [0], *weight.rest)
     assert kernels.launch(weight.operator, args, (torch.empty(m, 40, dtype=torch.bfloat16),))
+    order = [what for what, before in zip(order, [None, *order], strict=False) if what != before]
     sums = m if m > 8 else 0
     # linear_wide is faster without asking for E2M1 codes.
     first = [] if form == "nvfp4 linear" and sums else ["ask"]
     programs = order.count("next") - sums
     assert programs > 0
-    assert order == [*first, "wait", "next"] * programs + ["next", "wait"] * sums
+    each = ["wait", "load", "next", "load"] if sums else ["wait", "next", "load"]
+    assert order == [*first, *each] * programs + ["next", "wait", "load"] * sums
     if first:
         row, column = np.divmod(np.concatenate(asked) - codes.data_ptr(), 4096)
         assert set(row) == set(range(40))
         assert 0 <= column.min() <= column.max() < (1060 if form == "fp8 channel" else 530)
+    if sums and first:  # shares take turns, of 128 columns, which are a line
+        assert set(column) == {128 * share for share in range(programs)}
 
 
 @DEVICES
