@@ -22,8 +22,9 @@ def milliseconds(run: Callable[[], object], times: int = 1) -> float:
 class Copy:
     """A copy of 1 GiB; `fastest` is the largest rate, in bytes a millisecond, that a row's copies had in the median.
 
-    Between products, which heat the GPU, copies of one process differ by up to 30 %, and products of few rows of x
-    do not. A share of a slow copy's rate would be too large, so shares are worked out when all rows are there.
+    A copy that runs between products is slower at times, since they heat the GPU: by 15 % in rows that were kept.
+    Products of few rows of x are not slower then, and a share of a slow copy's rate would be too large. So shares are
+    worked out when all rows are there.
     """
 
     def __init__(self) -> None:

@@ -245,7 +245,9 @@ def results(folder: Path) -> str:
             "Made by `make pages` from the rows in `benchmarks/results`, which the benchmarks append when they run. "
             f"Of each case the newest row on each GPU is shown. Targets hold on one {GPU} and stand in "
             "`benchmarks/targets.py`. They bound shares and ratios, both sides of which were measured in one run; "
-            "times and bytes are information. Of a target that is not met, `benchmarks/reasons.py` says what was tried."
+            "times and bytes are information. Of a target that is not met, `benchmarks/reasons.py` says what was "
+            "tried. Commands run in an environment with a CUDA torch; without a GPU they time nothing and end with "
+            "status 2."
         ),
         f"Of {sum(map(len, count.values()))} targets {_are(count['yes'])} met, {_are(count['not met'])} not, and "
         f"{_are(count['not measured'])} without a measured row.",

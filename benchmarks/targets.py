@@ -156,7 +156,8 @@ BENCHMARKS = (
         "Layers with quantized weights and activations",
         "At M = 4096 the time of torch's bare scaled_mm on operands that are there, over that of the whole layer, "
         "which quantizes x as well; at M = 1 and 16 the time of moving the operands' bytes, at the rate of the row "
-        "whose copies were fastest, over that of the product, and for information over that of the whole layer.",
+        "whose copies were fastest, over that of the product, and for information over that of the whole layer. "
+        "Shares are medians over rounds, so that they may differ a little from those of the times beside them.",
         ("case", "m", "shape"),
         (
             Figure(
@@ -177,9 +178,9 @@ BENCHMARKS = (
         "linear_gpu",
         "Products with quantized weights",
         "The share is the time of reading codes and scales at a copy's rate, over olq's; the speed is the time of a "
-        "linear with a bfloat16 weight, over olq's. Copies run in the same rounds, and the rate is that of the row "
-        "whose copies were fastest: between products, which heat the GPU, copies of one process differ by up to 30 %, "
-        "and products of few rows do not. Those of many rows differ by up to 10 % from process to process.",
+        "linear with a bfloat16 weight, over olq's. A copy that runs between products is slower at times, since they "
+        "heat the GPU, and products of few rows are not slower then. So all rows are held against the row whose copies "
+        "were fastest. Times of many rows differ by some 10 % from process to process.",
         ("case", "rows_of_x", "shape"),
         (
             Figure("share", "share of reading its bytes", {"us": ""}),
