@@ -59,6 +59,41 @@ def test_a_row_has_times_of_one_call_and_shares_of_all_rows_copies(monkeypatch, 
         assert found["least_us"] == pytest.approx(least * 1e3)
 
 
+def test_rows_are_kept_when_the_copies_of_all_have_been_seen(monkeypatch, tmp_path, capsys):
+    copy = object.__new__(Copy)  # without a GPU
+    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    times = iter([0.5, 0.25, 1.0])  # of copies, a row each
+
+    def measure(case, layers, xs, copy, rounds):
+        copy.seen([next(times)])
+        taken = {"layer": [0.03] * 3, "product": [0.02] * 3, "bare": [0.025] * 3}
+        return {f"{name}_us": values[0] * 1e3 for name, values in taken.items()}, taken
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(runner, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr(forward_gpu, "Copy", lambda: copy)
+    for name in ("made", "inputs"):
+        monkeypatch.setattr(forward_gpu, name, lambda _: [None])
+    monkeypatch.setattr(forward_gpu, "off", lambda *_: 0.5)
+    monkeypatch.setattr(forward_gpu.forward, "path", lambda *_: "somewhere")
+    monkeypatch.setattr(forward_gpu, "measure", measure)
+    results = tmp_path / "rows.jsonl"
+    argv = ["--case", "token", "--results", str(results), "--check"]
+    assert forward_gpu.main(argv) == runner.MISSED
+    rows = rows_of(results)
+    assert [row["m"] for row in rows] == [1, 16, 4096]
+    fastest = (1 << 30) / 0.25
+    for row, m in zip(rows[:2], (1, 16), strict=True):
+        assert row["fastest_terabytes_a_second"] == fastest / 1e9
+        assert row["share"] == pytest.approx((8192 * 8192 + 3 * m * 8192) / fastest / 0.02)
+        assert (row["gpu"], row["path"], row["error_over_bound"]) == ("none", "somewhere", 0.5)
+    assert rows[2]["share"] == pytest.approx(0.025 / 0.03)
+    out = capsys.readouterr().out
+    assert "target missed: token, M 4096: 0.833, target 0.92" in out
+    assert out.count("token   M ") == 3
+
+
 def test_each_case_was_measured_where_its_values_were_right():
     cases = [(case.name, m) for case in forward_gpu.CASES for m in (*forward_gpu.SMALL, forward_gpu.LARGE)]
     assert [(row["case"], row["m"]) for row in ROWS] == cases

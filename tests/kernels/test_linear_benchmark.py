@@ -9,6 +9,7 @@ import torch
 from benchmarks import device_copy, linear_gpu, runner
 from benchmarks.device_copy import Copy
 from benchmarks.linear_cases import CASES
+from benchmarks.markdown import rows_of
 
 FORMATS = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -78,6 +79,41 @@ def test_a_row_has_times_of_one_call_and_the_share_of_all_rows_copies(monkeypatc
         "fastest_terabytes_a_second": rate / 1e9,
         "share": size / rate / 2.0,
     }
+
+
+def test_rows_are_kept_when_the_copies_of_all_have_been_seen(monkeypatch, tmp_path, capsys):
+    copy, randn = object.__new__(Copy), torch.randn
+    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    times = iter([0.5, 0.25, 1.0])  # of copies, a row each
+
+    def measure(case, weights, plain, copy, m, rounds):
+        copy.seen([next(times)])
+        row = {"rows_of_x": m, "us": 1.0, "linear_us": 2.0, "speed": 2.0, "path": "", "speed_target": None}
+        return {**row, "share_target": 0.75}, 0.001, 1 << 20
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device=None, **rest: randn(*shape, **rest))
+    monkeypatch.setattr(runner, "environment", lambda: {"gpu": "none"})
+    for name, value in (
+        ("Copy", lambda: copy),
+        ("SHAPE", (256, 256)),
+        ("ROWS_OF_X", (1, 8, 16)),
+        ("measure", measure),
+    ):
+        monkeypatch.setattr(linear_gpu, name, value)
+    monkeypatch.setattr(linear_gpu, "copies", lambda tensors: [tensors])
+    results = tmp_path / "rows.jsonl"
+    assert linear_gpu.main(["--case", "mxfp8", "--results", str(results), "--check"]) == runner.MISSED
+    rows = rows_of(results)
+    assert [(row["case"], row["rows_of_x"], row["gpu"]) for row in rows] == [
+        ("mxfp8", m, "none") for m in (1, 8, 16)
+    ]
+    fastest = (1 << 30) / 0.25
+    assert {row["fastest_terabytes_a_second"] for row in rows} == {fastest / 1e9}
+    assert {row["share"] for row in rows} == {(1 << 20) / fastest / 0.001}
+    out = capsys.readouterr().out
+    assert out.count("target missed: mxfp8, ") == 3
+    assert "0.24 of the limit, 2.00x a bfloat16 linear (2.0 us)" in out
 
 
 def test_missed_targets_are_named():
