@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks import gpu_cases as formulas
 from benchmarks import runner
+from benchmarks.device_time import milliseconds, repeated
 from benchmarks.quantize_cpu import first_difference
 from olq import activations, kernels
 from olq.numerics.random import UniformFill
@@ -141,36 +142,18 @@ def _scale_2(x: Tensor) -> Tensor:
 # -- timing -------------------------------------------------------------------------------------------------
 
 
-def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
-            call()
-    graph.replay()
-    return graph
-
-
-def _microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / _CALLS * 1e3
-
-
 def _rounds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Microseconds of a call on the GPU, in each round."""
-    graphs = {name: _graph(call) for name, call in calls.items()}
+    graphs = {name: repeated([call], _CALLS) for name, call in calls.items()}
+    for replay, _ in graphs.values():
+        replay()
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     for _ in range(rounds):
         order.append(order.pop(0))
         for name in order:
-            times[name].append(_microseconds(graphs[name]))
+            replay, count = graphs[name]
+            times[name].append(milliseconds(replay) / count * 1e3)
     return times
 
 

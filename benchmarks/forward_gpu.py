@@ -21,6 +21,7 @@ Exit status: 1 if values are off; 2 without a CUDA device of compute capability 
 missed; else 0.
 """
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -31,14 +32,13 @@ from torch import Tensor, nn
 
 import olq
 from benchmarks import runner
-from benchmarks.device_copy import Copy, milliseconds
+from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, milliseconds, repeated
 from olq import forward
 from olq.forward import scaled, scaled_fp8
 from olq.forward.activations import quantize_fp8
 
 N = K = 8192
 LAYERS = 8  # of 64 MiB each; an H200 has an L2 cache of 50 MB
-CALLS = 256  # of a graph, of few rows: what starts a graph, and what a copy leaves to be written, is little of each
 LARGE, SMALL = 4096, (1, 16)
 TARGETS = {LARGE: 0.92, 1: 0.80, 16: 0.80}
 EACH, ROUNDING = 2.0**-10, 2.0**-8  # tensor cores' share of the sum of magnitudes; bfloat16
@@ -145,38 +145,25 @@ def calls(case: Case, layers: list[Layer], xs: list[Tensor]) -> dict[str, Call]:
     return found
 
 
-def captured(call: Call, count: int) -> torch.cuda.CUDAGraph:
-    """A graph of `count` calls, which take turns with the layers."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(LAYERS):
-            call(i)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i % LAYERS)
-    return graph
-
-
 def measure(
     case: Case, layers: list[Layer], xs: list[Tensor], copy: Copy, rounds: int
 ) -> tuple[Row, dict[str, list[float]]]:
     """Medians over rounds, in microseconds; and milliseconds of a call in each round."""
-    count = LAYERS if xs[0].shape[0] == LARGE else CALLS
-    # Kept together: what a graph's outputs are in is the graph's.
-    graphs = {name: captured(call, count) for name, call in calls(case, layers, xs).items()}
-    runs: dict[str, Callable[[], object]] = {name: graph.replay for name, graph in graphs.items()}
-    runs["copy"] = copy.run
+    least = LAYERS if xs[0].shape[0] == LARGE else CALLS
+    runs = {
+        name: repeated([functools.partial(call, i) for i in range(LAYERS)], least)
+        for name, call in calls(case, layers, xs).items()
+    }
+    runs["copy"] = copy.run, 1
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for _ in range(rounds + 2):
         order.append(order.pop(0))
         for name in order:
-            times[name].append(milliseconds(runs[name]))
+            run, count = runs[name]
+            times[name].append(milliseconds(run) / count)
     rate = copy.seen(times.pop("copy")[2:])
-    taken = {name: [t / count for t in values[2:]] for name, values in times.items()}
+    taken = {name: values[2:] for name, values in times.items()}
     row: Row = {f"{name}_us": statistics.median(values) * 1e3 for name, values in taken.items()}
     return {**row, "copy_terabytes_a_second": rate}, taken
 
@@ -218,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         return runner.NO_GPU
     machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    copy = Copy()
+    copy = copy_of_a_gibibyte()
     measured, missed, red = [], [], False
     for case in CASES:
         if chosen.case and case.name not in chosen.case:

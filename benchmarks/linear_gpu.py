@@ -19,19 +19,18 @@ Exit status: 1 if bits differ; 2 without a CUDA device; 3 with --check if a targ
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import runner
-from benchmarks.device_copy import Copy, milliseconds
+from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, milliseconds, repeated
 from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
 from olq import kernels
 
 _CACHE = 256 << 20  # bytes of copies of a weight: five times an H200's cache
-_CALLS = 256  # of a graph, where one takes microseconds: what a copy leaves to be written is 0.3 % of it
 Row = dict[str, object]
 
 
@@ -49,24 +48,6 @@ def check(case: Case, tensors: tuple[Tensor, ...]) -> str | None:
     return None
 
 
-def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """The calls in one CUDA graph."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for call in calls:
-            call()
-    return captured.replay
-
-
-def repeated(calls: Sequence[Callable[[], object]], least: int) -> tuple[Callable[[], None], int]:
-    """A graph of all calls, so often that there are `least`; and how many there are."""
-    every = [*calls] * -(-least // len(calls))
-    return graph(every), len(every)
-
-
 def copies(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """As many equal weights as no cache holds, at least two."""
     size = sum(t.numel() * t.element_size() for t in tensors)
@@ -78,7 +59,7 @@ def measure(
 ) -> tuple[Row, float, int]:
     """One number of rows of x; olq's milliseconds, and the bytes that it has to read."""
     x = torch.randn(m, SHAPE[1], dtype=torch.bfloat16, device=plain[0].device)
-    least = _CALLS if m <= 256 else 1
+    least = CALLS if m <= 256 else 1
 
     def one(weight: tuple[Tensor, ...]) -> Callable[[], object]:
         return lambda: case.call(x, weight)
@@ -155,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     machine = runner.environment()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     plain = [torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda").mul_(0.02) for _ in range(2)]
-    copy = Copy()
+    copy = copy_of_a_gibibyte()
     every, failed, red = [], [], False
     for case in CASES:
         if chosen.case and case.name not in chosen.case:

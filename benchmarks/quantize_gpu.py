@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import runner
-from benchmarks.device_copy import milliseconds
+from benchmarks.device_time import milliseconds
 from benchmarks.gpu_cases import CASES, LARGE, SCRATCH_BOUND, SMALL, SPEEDUP, Case, weight
 from benchmarks.quantize_cpu import first_difference
 from olq import kernels

@@ -1,7 +1,6 @@
 """What the benchmark checks with, and that the page shows the rows that were measured."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from forward.layers import numbers
 from forward.oracle import UNITS, fp8_values
 
 from benchmarks import forward_gpu, runner
-from benchmarks.device_copy import Copy
+from benchmarks.device_time import CALLS, Copy
 from benchmarks.markdown import rows_of
 from benchmarks.pages import newest
 
@@ -31,16 +30,13 @@ def test_without_such_a_gpu_nothing_is_timed(monkeypatch, capsys):
     assert "nothing is timed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("m", "count"), [(16, forward_gpu.CALLS), (forward_gpu.LARGE, forward_gpu.LAYERS)])
+@pytest.mark.parametrize(("m", "count"), [(16, CALLS), (forward_gpu.LARGE, forward_gpu.LAYERS)])
 def test_a_row_has_times_of_one_call_and_shares_of_all_rows_copies(monkeypatch, m, count):
-    copy = object.__new__(Copy)  # without a GPU
-    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    copy = Copy(torch.empty(1 << 28, dtype=torch.bfloat16))
     took = {"layer": 10.0, "product": 8.0, "bare": 9.0}  # milliseconds of a graph
-    monkeypatch.setattr(forward_gpu, "calls", lambda *_: dict.fromkeys(took))
+    monkeypatch.setattr(forward_gpu, "calls", lambda *_: dict.fromkeys(took, print))
     graphs = iter(took)
-    monkeypatch.setattr(
-        forward_gpu, "captured", lambda call, calls: SimpleNamespace(replay=(next(graphs), calls))
-    )
+    monkeypatch.setattr(forward_gpu, "repeated", lambda calls, least: ((next(graphs), least), least))
     monkeypatch.setattr(
         forward_gpu, "milliseconds", lambda run: 0.5 if callable(run) else took[run[0]] / count * run[1]
     )
@@ -60,8 +56,7 @@ def test_a_row_has_times_of_one_call_and_shares_of_all_rows_copies(monkeypatch, 
 
 
 def test_rows_are_kept_when_the_copies_of_all_have_been_seen(monkeypatch, tmp_path, capsys):
-    copy = object.__new__(Copy)  # without a GPU
-    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    copy = Copy(torch.empty(1 << 28, dtype=torch.bfloat16))
     times = iter([0.5, 0.25, 1.0])  # of copies, a row each
 
     def measure(case, layers, xs, copy, rounds):
@@ -72,7 +67,7 @@ def test_rows_are_kept_when_the_copies_of_all_have_been_seen(monkeypatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(runner, "environment", lambda: {"gpu": "none"})
-    monkeypatch.setattr(forward_gpu, "Copy", lambda: copy)
+    monkeypatch.setattr(forward_gpu, "copy_of_a_gibibyte", lambda: copy)
     for name in ("made", "inputs"):
         monkeypatch.setattr(forward_gpu, name, lambda _: [None])
     monkeypatch.setattr(forward_gpu, "off", lambda *_: 0.5)

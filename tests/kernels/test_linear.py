@@ -3,8 +3,6 @@
 On a CPU the kernels run under Triton's interpreter, in a process of their own (test_interpreter).
 """
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
@@ -250,6 +248,8 @@ def test_a_unit_of_columns_may_end_before_a_programs_steps(unit, k, m, device):
 @pytest.mark.parametrize("form", ["fp8 channel", "nvfp4 linear"])
 @pytest.mark.parametrize("device", ["cpu"])
 def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device, m, monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
     from olq.kernels import linear_small, linear_weights, linear_wide
 
     order, asked, settings = [], [], launching.settings
@@ -268,9 +268,10 @@ def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device
         monkeypatch.setattr(module, "gdc_wait", lambda **rest: order.append("wait"))
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda **rest: order.append("next"))
     monkeypatch.setattr(linear_weights.tl, "inline_asm_elementwise", record)
-    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
-    load = builder.create_masked_load
-    monkeypatch.setattr(builder, "create_masked_load", lambda *args: order.append("load") or load(*args))
+    load = InterpreterBuilder.create_masked_load
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_masked_load", lambda *args: order.append("load") or load(*args)
+    )
     weight = make(form, [40], 1060)
     inner, *rest = weight.tensors
     codes = torch.zeros(len(inner), 4096, dtype=torch.uint8)[:, -inner.shape[1] :]

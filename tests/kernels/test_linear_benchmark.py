@@ -1,13 +1,14 @@
 """The benchmark of products refuses to time wrong bits and says what it missed. Timing itself needs a GPU."""
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import device_copy, linear_gpu, runner
-from benchmarks.device_copy import Copy
+from benchmarks import device_time, linear_gpu, runner
+from benchmarks.device_time import Copy
 from benchmarks.linear_cases import CASES
 from benchmarks.markdown import rows_of
 
@@ -42,12 +43,25 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
 
 
 def test_the_fastest_copies_of_all_rows_are_the_limit():
-    copy = object.__new__(Copy)  # without a GPU
-    copy.source, copy.fastest = torch.empty(1 << 20, dtype=torch.bfloat16), 0.0
+    copy = Copy(torch.empty(1 << 20, dtype=torch.bfloat16))
     moved = 4 * (1 << 20)  # bytes, read and written
     for times, median, fastest in (([2.0, 1.0, 9.0], 2.0, 2.0), ([0.5], 0.5, 0.5), ([4.0], 4.0, 0.5)):
         assert copy.seen(times) == moved / median / 1e9
         assert copy.milliseconds(moved) == fastest
+
+
+def test_a_graph_has_all_calls_until_there_are_enough(monkeypatch):
+    order = []
+    graph = SimpleNamespace(replay=object())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("captured:"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda captured: nullcontext())
+    calls = [lambda: order.append("a"), lambda: order.append("b")]
+    for least, count in ((1, 2), (2, 2), (3, 4)):
+        assert device_time.repeated(calls, least) == (graph.replay, count)
+        every = ["a", "b"] * (count // 2)
+        assert order == [*every, "captured:", *every]
+        order.clear()
 
 
 def test_so_many_runs_lie_between_two_events(monkeypatch):
@@ -56,13 +70,12 @@ def test_so_many_runs_lie_between_two_events(monkeypatch):
         record=lambda: order.append("event"), synchronize=lambda: None, elapsed_time=lambda end: 12.0
     )
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    assert device_copy.milliseconds(lambda: order.append("run"), 3) == 4.0
+    assert device_time.milliseconds(lambda: order.append("run"), 3) == 4.0
     assert order == ["event", "run", "run", "run", "event"]
 
 
 def test_a_row_has_times_of_one_call_and_the_share_of_all_rows_copies(monkeypatch):
-    copy = object.__new__(Copy)
-    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    copy = Copy(torch.empty(1 << 28, dtype=torch.bfloat16))
     names, took = iter(("olq", "linear")), {"olq": 6.0, "linear": 9.0}  # of three calls
     monkeypatch.setattr(linear_gpu, "SHAPE", (48, 256))
     monkeypatch.setattr(linear_gpu, "repeated", lambda calls, least: (next(names), 3))
@@ -82,8 +95,7 @@ def test_a_row_has_times_of_one_call_and_the_share_of_all_rows_copies(monkeypatc
 
 
 def test_rows_are_kept_when_the_copies_of_all_have_been_seen(monkeypatch, tmp_path, capsys):
-    copy, randn = object.__new__(Copy), torch.randn
-    copy.source, copy.fastest = torch.empty(1 << 28, dtype=torch.bfloat16), 0.0
+    copy, randn = Copy(torch.empty(1 << 28, dtype=torch.bfloat16)), torch.randn
     times = iter([0.5, 0.25, 1.0])  # of copies, a row each
 
     def measure(case, weights, plain, copy, m, rounds):
@@ -95,7 +107,7 @@ def test_rows_are_kept_when_the_copies_of_all_have_been_seen(monkeypatch, tmp_pa
     monkeypatch.setattr(torch, "randn", lambda *shape, device=None, **rest: randn(*shape, **rest))
     monkeypatch.setattr(runner, "environment", lambda: {"gpu": "none"})
     for name, value in (
-        ("Copy", lambda: copy),
+        ("copy_of_a_gibibyte", lambda: copy),
         ("SHAPE", (256, 256)),
         ("ROWS_OF_X", (1, 8, 16)),
         ("measure", measure),
