@@ -124,14 +124,18 @@ def _read(
     places, step, E2M1: tl.constexpr, SCALES: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr,
     PIECES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What a step needs: (codes of its pieces, x for them, scales)."""
+    """What a step needs: (codes of its pieces, x for them, scales).
+
+    Scales are asked for first: mxfp8 with 9 to 32 rows of x took 4 to 7 % longer when they came last.
+    """
     CODES: tl.constexpr = 16 if E2M1 else 8
     STRIP: tl.constexpr = PIECES * PAIRS * 8
+    scales = _read_scales(places[2], step, E2M1, SCALES, WORDS, STRIP, PIECES, EVEN)
     codes, tiles = (), ()
     for piece in tl.static_range(PIECES):
         codes = codes + (_read_codes(places[0], step, piece, STRIP, CODES, PAIRS, EVEN),)
         tiles = tiles + (_read_x(places[1], step, piece, STRIP, CODES, PAIRS, EVEN),)
-    return codes, tiles, _read_scales(places[2], step, E2M1, SCALES, WORDS, STRIP, PIECES, EVEN)
+    return codes, tiles, scales
 
 
 @triton.jit

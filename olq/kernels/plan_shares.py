@@ -84,10 +84,7 @@ _Division = TypeVar("_Division", Narrow, Wide)
 NARROW = {
     "fp8": {4: Narrow(4, 1, 16, pairs=2, groups=2, xahead=True)},
     "mxfp8": {4: Narrow(4, 1, 16, pairs=2, groups=2), 8: Narrow(8, 1, 32, pairs=2, groups=1)},
-    "nvfp4": {
-        2: Narrow(4, 2, 16, pairs=2, groups=1, masked=True, registers=96),
-        4: Narrow(8, 1, 32, pairs=1, groups=1, xahead=True, unroll=2),
-    },
+    "nvfp4": {2: Narrow(4, 2, 16, pairs=2, groups=1, masked=True, registers=96)},
     "fp8 codes": {
         1: Narrow(8, 1, 16, pairs=2, groups=1, xahead=True),
         16: Narrow(4, 2, 16, pairs=2, groups=1, ahead=2, xahead=True, registers=128, unroll=2),

@@ -18,8 +18,8 @@ from olq.kernels.shapes import Plan
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 FORMS = pytest.mark.parametrize("form", FORMATS)
-ROWS = pytest.mark.parametrize("rows", [3, 16])
-"""Of x, for `linear_small`, which fp8 with scales of some columns never takes, and for `linear_wide`."""
+ROWS = pytest.mark.parametrize("rows", [2, 3, 16])
+"""Of x, for `linear_small`, which fp8 with scales of some columns never takes, and nvfp4 up to 2; for `linear_wide`."""
 
 
 def takes(weight: Weight, x: torch.Tensor, form: str) -> bool:
@@ -28,7 +28,7 @@ def takes(weight: Weight, x: torch.Tensor, form: str) -> bool:
     assert isinstance(plan, Plan)
     k = x.shape[1]
     columns = {"fp8 block": 128, "fp8 group": 64, "fp8 columns": 64}.get(form, k)  # of a scale
-    small = len(x) <= 4 and columns >= k
+    small = len(x) <= (2 if form.startswith("nvfp4") else 4) and columns >= k
     return plan.launches[0].kernel == ("linear_small.product" if small else "linear_wide.product")
 
 
