@@ -68,7 +68,7 @@ class Wide:
             swizzled have to have 2: a tile has four side by side.
         pieces: products of a step, 1, or of E2M1 codes up to 2. A thread reads their scales at once.
         ahead: whether what the next step needs is asked for before this one's codes are decoded.
-        turns: whether shares of the columns take turns, a step each: fp8 is 2 to 4 % faster so, other formats are not.
+        turns: whether shares of the columns take turns, a step each: fp8 is 2 to 4 % faster so, mxfp8 up to 2, nvfp4 not.
         registers: as of `Narrow`.
     """
 
@@ -99,7 +99,7 @@ NARROW = {
 WIDE = {
     "fp8": {32: Wide(8, pairs=2, ahead=True, turns=True), 256: Wide(8, pairs=2)},
     "fp8 units": {32: Wide(8, pairs=2, ahead=True, turns=True), 256: Wide(8, pairs=1, turns=True)},
-    "mxfp8": {32: Wide(8, pairs=2, ahead=True), 256: Wide(8, pairs=2)},
+    "mxfp8": {32: Wide(8, pairs=2, ahead=True, turns=True), 256: Wide(8, pairs=2)},
     "nvfp4": {
         16: Wide(8, pairs=1, pieces=2, registers=128),
         32: Wide(16, pairs=1, pieces=2),
