@@ -1,7 +1,7 @@
 """How long a GPU takes: graphs of many calls, time between two events, and a copy's rate as a limit."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,10 @@ from torch import Tensor
 from benchmarks import runner
 
 CALLS = 256
-"""Of a graph, where one takes microseconds: what starts it, and what a copy leaves to be written, is 0.3 % of it."""
+"""Of a graph, where one takes microseconds: what starts it is less than 0.3 % of it."""
+
+_CACHE = 128 << 20
+"""Bytes, more than twice what an L2 cache holds: an H200's has 50 MB."""
 
 
 def repeated(calls: Sequence[Callable[[], object]], least: int) -> tuple[Callable[[], None], int]:
@@ -52,6 +55,11 @@ class Copy:
         """Copy."""
         self.target.copy_(self.source)
 
+    def settle(self) -> None:
+        """Read so much that what the copy left in the cache has been written, which would delay what comes next."""
+        source = self.source.reshape(-1)
+        source[: _CACHE // source.element_size()].amax()
+
     def seen(self, times: Sequence[float]) -> float:
         """Take note of a row's copies, in milliseconds; terabytes a second, read and written, of their median."""
         rate = 2 * self.source.numel() * self.source.element_size() / statistics.median(times)
@@ -61,6 +69,31 @@ class Copy:
     def milliseconds(self, moved: int) -> float:
         """What moving so many bytes takes at the fastest rate so far."""
         return moved / self.fastest
+
+
+def in_turns(
+    runs: Mapping[str, tuple[Callable[[], object], int]], copy: Copy, rounds: int, untimed: int
+) -> dict[str, list[float]]:
+    """Milliseconds of one call of each run, and of "copy", in rounds that each begin with another.
+
+    Args:
+        runs: what to run, by name, and how many calls that is.
+        copy: runs once a round.
+        rounds: that count.
+        untimed: rounds before them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in (*runs, "copy")}
+    order = list(times)
+    for _ in range(rounds + untimed):
+        order.append(order.pop(0))
+        for name in order:
+            if name == "copy":
+                times[name].append(milliseconds(copy.run))
+                copy.settle()
+            else:
+                run, count = runs[name]
+                times[name].append(milliseconds(run) / count)
+    return {name: values[untimed:] for name, values in times.items()}
 
 
 def copy_of_a_gibibyte() -> Copy:

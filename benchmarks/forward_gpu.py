@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import olq
 from benchmarks import runner
-from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, milliseconds, repeated
+from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, in_turns, repeated
 from olq import forward
 from olq.forward import scaled, scaled_fp8
 from olq.forward.activations import quantize_fp8
@@ -154,16 +154,8 @@ def measure(
         name: repeated([functools.partial(call, i) for i in range(LAYERS)], least)
         for name, call in calls(case, layers, xs).items()
     }
-    runs["copy"] = copy.run, 1
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
-    for _ in range(rounds + 2):
-        order.append(order.pop(0))
-        for name in order:
-            run, count = runs[name]
-            times[name].append(milliseconds(run) / count)
-    rate = copy.seen(times.pop("copy")[2:])
-    taken = {name: values[2:] for name, values in times.items()}
+    taken = in_turns(runs, copy, rounds, untimed=2)
+    rate = copy.seen(taken.pop("copy"))
     row: Row = {f"{name}_us": statistics.median(values) * 1e3 for name, values in taken.items()}
     return {**row, "copy_terabytes_a_second": rate}, taken
 

@@ -6,7 +6,7 @@ For each format, 8192 x 8192: first exactness. Rows of x with a single 1 have to
 format's formula decodes it, bit for bit; what differs is not timed. Then, for 1 to 4096 rows of x, rounds in which
 olq's operator, a linear with a bfloat16 weight and a copy of 1 GiB run one after the other, in turns; products are
 replayed from CUDA graphs that go through so many copies of the weight that no cache holds one, and so often that what
-starts a graph, and what the copy left in the cache to be written, is little of each product's time.
+starts a graph is little of each product's time.
 
 share   of olq's time that reading codes and scales would take at a copy's rate (bytes read plus bytes written), of all
         rows' medians the fastest
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import runner
-from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, milliseconds, repeated
+from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, in_turns, repeated
 from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
 from olq import kernels
 
@@ -70,18 +70,11 @@ def measure(
     runs = {
         "olq": repeated([one(w) for w in weights], least),
         "linear": repeated([other(w) for w in plain], least),
-        "copy": (copy.run, 1),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
     runner.warm_up()
-    for _ in range(rounds + 3):
-        order.append(order.pop(0))  # what comes after a copy finds the cache full of what is not written yet
-        for name in order:
-            run, count = runs[name]
-            times[name].append(milliseconds(run) / count)
-    olq, linear = (statistics.median(times[name][3:]) for name in ("olq", "linear"))
-    rate = copy.seen(times["copy"][3:])
+    times = in_turns(runs, copy, rounds, untimed=3)
+    rate = copy.seen(times["copy"])
+    olq, linear = (statistics.median(times[name]) for name in ("olq", "linear"))
     size = sum(t.numel() * t.element_size() for t in weights[0])
     row: Row = {
         "rows_of_x": m,

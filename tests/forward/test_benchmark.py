@@ -8,7 +8,7 @@ import torch
 from forward.layers import numbers
 from forward.oracle import UNITS, fp8_values
 
-from benchmarks import forward_gpu, runner
+from benchmarks import device_time, forward_gpu, runner
 from benchmarks.device_time import CALLS, Copy
 from benchmarks.markdown import rows_of
 from benchmarks.pages import newest
@@ -38,7 +38,7 @@ def test_a_row_has_times_of_one_call_and_shares_of_all_rows_copies(monkeypatch, 
     graphs = iter(took)
     monkeypatch.setattr(forward_gpu, "repeated", lambda calls, least: ((next(graphs), least), least))
     monkeypatch.setattr(
-        forward_gpu, "milliseconds", lambda run: 0.5 if callable(run) else took[run[0]] / count * run[1]
+        device_time, "milliseconds", lambda run: 0.5 if callable(run) else took[run[0]] / count * run[1]
     )
     row, taken = forward_gpu.measure(forward_gpu.CASES[0], [], [torch.empty(m, 1)], copy, 3)
     assert [row[f"{name}_us"] for name in took] == [t / count * 1e3 for t in took.values()]
@@ -104,7 +104,7 @@ def test_the_page_shows_what_was_measured(row):
         str(row["m"]),
         *(f"{row[f'{name}_us']:.1f}" for name in ("layer", "product", "bare")),
         least,
-        f"{row['share']:.2f}",
+        f"{row['share']:.3f}",
     )
     page = (REPO / "docs" / "how-to" / "forward.md").read_text(encoding="utf-8")
     assert f"| {' | '.join(cells)} |" in page

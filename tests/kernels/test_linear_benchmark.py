@@ -74,12 +74,35 @@ def test_so_many_runs_lie_between_two_events(monkeypatch):
     assert order == ["event", "run", "run", "run", "event"]
 
 
+def test_runs_take_turns_and_nothing_follows_what_a_copy_left(monkeypatch):
+    order, copy = [], Copy(torch.arange(1 << 10).bfloat16())
+    took = {"a": 6.0, "b": 8.0, "copy": 5.0}
+
+    def measured(run):
+        name = "copy" if run == copy.run else run
+        order.append(name)
+        return took[name] + len(order)
+
+    settle = copy.settle
+    monkeypatch.setattr(copy, "settle", lambda: order.append("settle") or settle())
+    monkeypatch.setattr(device_time, "milliseconds", measured)
+    times = device_time.in_turns({"a": ("a", 2), "b": ("b", 4)}, copy, 2, untimed=1)
+    rounds = [["b", "copy", "settle", "a"], ["copy", "settle", "a", "b"], ["a", "b", "copy", "settle"]]
+    assert order == [name for some in rounds for name in some]
+    # Of the second round and the third: each stand-in's time, and how much came before it.
+    assert times == {
+        "a": [(6 + 7) / 2, (6 + 9) / 2],
+        "b": [(8 + 8) / 4, (8 + 10) / 4],
+        "copy": [5 + 5, 5 + 11],
+    }
+
+
 def test_a_row_has_times_of_one_call_and_the_share_of_all_rows_copies(monkeypatch):
     copy = Copy(torch.empty(1 << 28, dtype=torch.bfloat16))
     names, took = iter(("olq", "linear")), {"olq": 6.0, "linear": 9.0}  # of three calls
     monkeypatch.setattr(linear_gpu, "SHAPE", (48, 256))
     monkeypatch.setattr(linear_gpu, "repeated", lambda calls, least: (next(names), 3))
-    monkeypatch.setattr(linear_gpu, "milliseconds", lambda run: took.get(run, 0.5))
+    monkeypatch.setattr(device_time, "milliseconds", lambda run: took.get(run, 0.5))
     monkeypatch.setattr(runner, "warm_up", lambda: None)
     case = next(case for case in CASES if case.name == "mxfp8")
     row, olq, size = linear_gpu.measure(case, [case.quantize(weight())], [weight()], copy, 16, 2)
