@@ -27,35 +27,27 @@ class Reason:
 REASONS = (
     Reason(
         "forward_gpu",
-        {"case": "tensor", "m": 16},
-        "0.799, which misses by less than its quartiles are apart. A graph had 8 calls, so that each call's time holds "
-        "an eighth of what starting a graph costs; graphs of 64 calls of this product took 18.6 us a call, in another "
-        "process, where this row has 20.1. That would be 0.86. The benchmark has 256 calls a graph since, and was not "
-        "run again. Rows of this commit were held against the fastest copy up to the row, not of all rows; what "
-        "follows from that (shares, least times) was worked out again.",
-    ),
-    Reason(
-        "forward_gpu",
         {"case": "tensor", "m": 4096},
         "Quantizing x by one scale reads it twice. 38 us are allowed for 64 MiB; at the rate of a copy reading takes "
-        "16 and reading and writing 24, so that some of it has to stay in registers or L2. Two launches took 45 to "
-        "47 us, and the layer had 0.903; one cooperative launch takes 34 to 36 by itself: its programs hold 21 MiB in "
-        "registers, wait for each other, and read the rest again. With it the layer had 0.924 to 0.927 in "
-        "five processes (docs/design/0010-one-scale-for-a-matrix.md). A variant that stops when all magnitudes are "
-        "known took 22 us, and 8 for a matrix of one unit a program: two launches, one of which "
-        "clears 132 words, waiting for the others, and instructions that are fetched once. A maximum from the layer in "
-        "front would save a read.",
+        "16 and reading and writing 24, so that some of it has to stay in registers or L2. Two launches took 45 to 47 "
+        "us, and the layer had 0.903; one cooperative launch takes 34 to 36 by itself: its programs hold 21 MiB in "
+        "registers, wait for each other, and read the rest again. With it the layer had 0.924 to 0.927 in five "
+        "processes (docs/design/0010-one-scale-for-a-matrix.md), and 0.917 in the last, where it took 41 us more than "
+        "its product. Why is not known; the layer ran right behind the copy in most rounds, and what that leaves in "
+        "the cache to be written is 12 us at most for eight calls. The benchmark lets that be written first since, and "
+        "was not run again. A variant that stops when all magnitudes are known took 22 us, and 8 for a matrix of one "
+        "unit a program: two launches, one of which clears 132 words, waiting for the others, and instructions that "
+        "are fetched once. A maximum from the layer in front would save a read.",
     ),
     Reason(
         "linear_gpu",
         {"case": "fp8 channel", "rows_of_x": 16},
         "Most of it is reading, in an order that costs 1 us: kernels that only read 64 MiB take 18.2 us with 128 rows "
-        "and a quarter of the columns a program, as this one had, and 17.1 with 16 whole rows a program, with "
-        "which x would be read eight times as often; adding the shares takes 1.2. Since quarters take turns, 128 "
-        "columns each, 16 rows take 19.9 us where they took 20.5. Tried before, in a process in which this "
-        "kernel took 19.8 us: 4 warps, two steps a body and the last step read twice (20.1 to 20.6), steps of 256 "
-        "columns (19.6 to 20.3); where it took 20.0 to 20.6: codes two steps ahead (21.0), by asynchronous copies "
-        "(33), by TMA (21.5).",
+        "and a quarter of the columns a program, as this one had, and 17.1 with 16 whole rows a program, with which x "
+        "would be read eight times as often; adding the shares takes 1.2. Since quarters take turns, 128 columns each, "
+        "16 rows take 19.9 us where they took 20.5. Tried before, in a process in which this kernel took 19.8 us: 4 "
+        "warps, two steps a body and the last step read twice (20.1 to 20.6), steps of 256 columns (19.6 to 20.3); "
+        "where it took 20.0 to 20.6: codes two steps ahead (21.0), by asynchronous copies (33), by TMA (21.5).",
     ),
     Reason(
         "linear_gpu",
@@ -63,7 +55,8 @@ REASONS = (
         "Nsight Compute: warps wait for codes a third of the time and for each other at a step's two barriers a fifth; "
         "adding the shares takes 1.2 us. Tried: 4, 8 and 16 warps, 2 to 8 shares, steps of 64 to 512 columns, one to "
         "four products between barriers, codes asked for before and after decoding, x and scales two steps ahead, 80 "
-        "to 160 registers, scales prefetched, x by asynchronous copies. Best: 0.80, in runs by itself.",
+        "to 160 registers, scales prefetched, x by asynchronous copies. What helped: scales asked for before codes, "
+        "21.8 to 20.9 us, and shares that take turns, to 20.5.",
     ),
     Reason(
         "linear_gpu",
@@ -102,8 +95,18 @@ REASONS = (
         "places, 18 operations for 16 codes instead of 26, 14.5; these, codes and scales in the order in which warps "
         "read them, and mma.sync, 14.1 to 14.3. So a layout that only this kernel could read would come to a share of "
         "0.63.\n\n"
+        "Clocks in each program (docs/design/0009-products.md): 16 steps of a multiprocessor's two programs take 11.6 "
+        "us of 15.7, sums and launches 1.7, the first reads and programs that are done before the last one the rest. "
+        "Where this kernel took 15.5 us, tried for each: 24 warps without a spill, in pieces of 128 columns and six "
+        "shares 17.9, or 64 rows a program 17.1 to 20.9; the first steps' codes brought into the L2 cache by bulk "
+        "prefetches before the wait, so that these steps end 0.5 us earlier, 16.4, since the wait is reached later; "
+        "later steps' codes prefetched in the loop 20.4; the second of a multiprocessor's programs with an eighth "
+        "fewer columns, so that both end together, 15.3; a band's programs as a cluster that adds its shares itself "
+        "15.6 (22.6 where not all clusters run at once). Codes that a cache need not lose first 16.2, both pieces' "
+        "codes asked for together 18.0, scales earlier in a step 15.5 to 15.8. The kernel for few rows takes 22.4 and "
+        "more.\n\n"
         "Not tried: sums that the last program of a band adds, which needs counters that are zero, and no two streams "
-        "could share them.",
+        "could share them; sums of a cluster through shared memory, which Triton can't address.",
     ),
     Reason(
         "linear_gpu",
