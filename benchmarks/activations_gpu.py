@@ -12,7 +12,7 @@ dummy         128 Mi elements, against `fill_` of the same bytes; and the peak o
 
 Each row is printed, and appended to FILE as a line of JSON with the machine and the versions.
 
-Exit status: 1 if bytes differ; 2 without a CUDA device; else 0.
+Exit status: 1 if bytes differ; 4 without a CUDA device; else 0.
 """
 
 import statistics

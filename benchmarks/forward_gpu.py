@@ -17,8 +17,8 @@ M = 1, 16  share = time to read and write the operands at the rate of the copy /
 
 Each row is printed, and appended to FILE as a line of JSON with the machine and the versions.
 
-Exit status: 1 if values are off; 2 without a CUDA device of compute capability 9.x; 3 with --check if a target is
-missed; else 0.
+Exit status: 1 if values are off; 3 with --check if a target is missed; 4 without a CUDA device of compute capability
+9.x; else 0.
 """
 
 import functools

@@ -14,7 +14,7 @@ speed   the bfloat16 linear's time / olq's
 
 Each row is printed, and appended to FILE as a line of JSON with the machine and the versions.
 
-Exit status: 1 if bits differ; 2 without a CUDA device; 3 with --check if a target is missed; else 0.
+Exit status: 1 if bits differ; 3 with --check if a target is missed; 4 without a CUDA device; else 0.
 """
 
 import statistics

@@ -14,7 +14,7 @@ idle at both ends. Rates are bytes of the files by seconds.
     olq reload  olq.reload into that model
     olq mapped  olq.load with staging=None: files are mapped, tensors copied one by one. Once
 
-Exit status: 1 if bytes differ; 2 without a CUDA device; else 0.
+Exit status: 1 if bytes differ; 4 without a CUDA device; else 0.
 """
 
 import argparse

@@ -247,7 +247,7 @@ def results(folder: Path) -> str:
             "`benchmarks/targets.py`. They bound shares and ratios, both sides of which were measured in one run; "
             "times and bytes are information. Of a target that is not met, `benchmarks/reasons.py` says what was "
             "tried. Commands run in an environment with a CUDA torch; without a GPU they time nothing and end with "
-            "status 2."
+            "status 4."
         ),
         f"Of {sum(map(len, count.values()))} targets {_are(count['yes'])} met, {_are(count['not met'])} not, and "
         f"{_are(count['not measured'])} without a measured row.",

@@ -12,8 +12,8 @@ Rounds during which other programs had more than a fifth of the processors are s
 operator that is spread over all cores waits for the one that is taken. The table says how many those were. If there
 are too few others, all rounds count, and the line ends in BUSY.
 
-Exit status: 1 if bytes differ; 2 with --require-peers if torchao is missing; 3 with --check if a ratio or the
-scratch misses its target; else 0.
+Exit status: 1 if bytes differ; 3 with --check if a ratio or the scratch misses its target; 4 with --require-peers if
+torchao is missing; else 0.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks.quantize_cases import CASES, SCRATCH_BOUND, SHAPES, Case, weight
 from olq.testing.memory import measure_memory
 
-BYTES_DIFFER, NO_PEER, MISSED = 1, 2, 3
+BYTES_DIFFER, MISSED, NO_PEER = 1, 3, 4
 TAKEN = 0.2
 """Share of the processors' time that other programs may have in a round."""
 

@@ -12,7 +12,7 @@ For each case: first the operators' bytes against the format's formula in plain 
 
 Each row is printed, and appended to FILE as a line of JSON with the machine and the versions.
 
-Exit status: 1 if bytes differ; 2 without a CUDA device; 3 with --check if a target is missed; else 0.
+Exit status: 1 if bytes differ; 3 with --check if a target is missed; 4 without a CUDA device; else 0.
 """
 
 import statistics

@@ -9,7 +9,7 @@ load's: if they differ nothing is timed. Then some reloads that are not timed, t
 idle at both ends. The limit is the bytes that the case has to move at the copy's rate of the same round. Then the most
 memory that a reload took beside the model.
 
-Exit status: 1 if bytes differ; 2 without a CUDA device; else 0.
+Exit status: 1 if bytes differ; 4 without a CUDA device; else 0.
 """
 
 import argparse

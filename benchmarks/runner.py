@@ -15,8 +15,9 @@ import torch
 
 from benchmarks.checkout import commit
 
-#: Exit statuses: bytes or values are wrong; there is no device to run on; a target was missed, under `--check`.
-WRONG, NO_GPU, MISSED = 1, 2, 3
+#: Exit statuses: bytes or values are wrong; a target was missed, under `--check`; there is no device to run on. With 2
+#: argparse ends when it does not understand a command line.
+WRONG, MISSED, NO_GPU = 1, 3, 4
 
 
 def options(

@@ -54,6 +54,14 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     assert capsys.readouterr().out == "no CUDA device: nothing is timed\n"
 
 
+def test_a_command_line_that_is_not_understood_is_told_from_every_outcome(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        quantize_gpu.main(["--case", "fp9"])
+    assert ended.value.code not in (0, runner.WRONG, runner.MISSED, runner.NO_GPU)
+    assert "invalid choice: 'fp9'" in capsys.readouterr().err
+
+
 def test_missed_targets_are_named():
     row = {"case": "mxfp8", "shape": "1x1", "share": 0.5, "target": 0.9, "scratch_bytes": 9000}
     assert quantize_gpu.missed(row) == [

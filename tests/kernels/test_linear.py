@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.compare import DEVICES, INTERPRETED, cases
 from kernels.linear_cases import FORMATS, Weight, largest_error, make, product
+from kernels.loads import show_loads
 from torch.nn import functional
 
 from olq import kernels
@@ -248,8 +249,6 @@ def test_a_unit_of_columns_may_end_before_a_programs_steps(unit, k, m, device):
 @pytest.mark.parametrize("form", ["fp8 channel", "nvfp4 linear"])
 @pytest.mark.parametrize("device", ["cpu"])
 def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device, m, monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
     from olq.kernels import linear_small, linear_weights, linear_wide
 
     order, asked, settings = [], [], launching.settings
@@ -268,10 +267,7 @@ def test_lines_of_codes_and_no_others_are_asked_for_before_the_wait(form, device
         monkeypatch.setattr(module, "gdc_wait", lambda **rest: order.append("wait"))
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda **rest: order.append("next"))
     monkeypatch.setattr(linear_weights.tl, "inline_asm_elementwise", record)
-    load = InterpreterBuilder.create_masked_load
-    monkeypatch.setattr(
-        InterpreterBuilder, "create_masked_load", lambda *args: order.append("load") or load(*args)
-    )
+    show_loads(monkeypatch, lambda pointers, mask: order.append("load"))
     weight = make(form, [40], 1060)
     inner, *rest = weight.tensors
     codes = torch.zeros(len(inner), 4096, dtype=torch.uint8)[:, -inner.shape[1] :]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernels.compare import INTERPRETED
 from kernels.linear_cases import FORMATS, make
+from kernels.loads import show_loads
 
 from olq import kernels
 from olq.kernels import plan_shares, plans
@@ -19,17 +20,15 @@ pytestmark = INTERPRETED
 @pytest.fixture
 def loads(monkeypatch):
     """(addresses, bytes of an element) of each load."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    found, load = [], interpreter.InterpreterBuilder.create_masked_load
+    found = []
 
-    def record(self, pointers, mask, other, *rest, **more):
+    def record(pointers, mask):
         there = mask.data.astype(bool)
         addresses = np.broadcast_to(pointers.data, there.shape)[there].astype(np.int64)
         if there.any():
             found.append((addresses, pointers.get_element_ty().primitive_bitwidth // 8))
-        return load(self, pointers, mask, other, *rest, **more)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", record)
+    show_loads(monkeypatch, record)
     return found
 
 
