@@ -66,3 +66,21 @@ def test_each_word_of_codes_is_read_once_and_nothing_beyond_a_tensor(form, m, k,
         assert (part[:-1, : 8 * words : 8] == times).all()
         assert (part[-1, : 8 * words : 8] >= times).all()  # it stands for rows beyond it
         assert not part[:, 8 * words :].any()
+
+
+@pytest.mark.parametrize("form", ["mxfp8 linear", "mxfp8 swizzled_128x4"])
+def test_scales_of_a_step_are_asked_for_before_its_codes(form, loads):
+    # Decoding begins with them. When they came last, mxfp8 took 4 to 7 % longer on a GPU.
+    weight = make(form, [32], 1024, decode=False)
+    codes, scales = weight.tensors
+    x, out = torch.ones(20, 1024, dtype=torch.bfloat16), torch.empty(20, 32, dtype=torch.bfloat16)
+    assert kernels.launch(weight.operator, weight.args(x, None), (out,))
+    order = [
+        next(
+            (name for name, t in (("scales", scales), ("codes", codes), ("x", x)) if within(at, size, t)), ""
+        )
+        for at, size in loads
+    ]
+    order = [name for name in order if name]  # but the shares' sums
+    steps = 1024 // 128
+    assert order == ["scales", "codes", "x"] * steps
