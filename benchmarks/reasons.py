@@ -29,9 +29,9 @@ REASONS = (
         "forward_gpu",
         {"case": "tensor", "m": 4096},
         "Quantizing x by one scale reads it twice. 38 us are allowed for 64 MiB; at the rate of a copy reading takes "
-        "16 and reading and writing 24, so that some of it has to stay in registers or L2. Two launches took 45 to 47 "
-        "us, and the layer had 0.903; one cooperative launch takes 34 to 36 by itself: its programs hold 21 MiB in "
-        "registers, wait for each other, and read the rest again. With it the layer had 0.924 to 0.927 in five "
+        "16 and reading and writing 24, so that some of it has to stay in registers or L2. Two launches took 46 to 48 "
+        "us, and the layer had 0.903 to 0.908; one cooperative launch takes 34 to 36 by itself: its programs hold 21 "
+        "MiB in registers, wait for each other, and read the rest again. With it the layer had 0.924 to 0.927 in five "
         "processes (docs/design/0010-one-scale-for-a-matrix.md), and 0.917 in the last, where it took 41 us more than "
         "its product. Why is not known; the layer ran right behind the copy in most rounds, and what that leaves in "
         "the cache to be written is 12 us at most for eight calls. The benchmark lets that be written first since, and "
@@ -61,7 +61,7 @@ REASONS = (
     Reason(
         "linear_gpu",
         {"case": "nvfp4", "rows_of_x": 16},
-        "36 MiB take 8.9 us at the rate of a copy, 13.7 are allowed, the kernel takes 15.2, and computing takes as "
+        "36 MiB take 9.0 us at the rate of a copy, 13.8 are allowed, the kernel takes 15.2, and computing takes as "
         "long as reading. Processes differ by 1 us: times are to be compared within a sentence. Variants that leave "
         "nothing out were checked, with rows of x that have a single 1, bit for bit.\n\n"
         "Taken apart, when it took 16.1 us: a variant that can stop takes 5.5, 10.6 and 16.5 for 1, 4 and all 8 steps, "
@@ -102,9 +102,9 @@ REASONS = (
         "prefetches before the wait, so that these steps end 0.5 us earlier, 16.4, since the wait is reached later; "
         "later steps' codes prefetched in the loop 20.4; the second of a multiprocessor's programs with an eighth "
         "fewer columns, so that both end together, 15.3; a band's programs as a cluster that adds its shares itself "
-        "15.6 (22.6 where not all clusters run at once). Codes that a cache need not lose first 16.2, both pieces' "
-        "codes asked for together 18.0, scales earlier in a step 15.5 to 15.8. The kernel for few rows takes 22.4 and "
-        "more.\n\n"
+        "15.6 (22.6 where not all clusters run at once). Codes read without the mark that a cache may lose them first "
+        "16.2, both pieces' codes asked for together 18.0, scales earlier in a step 15.5 to 15.8. The kernel for few "
+        "rows takes 22.4 and more.\n\n"
         "Not tried: sums that the last program of a band adds, which needs counters that are zero, and no two streams "
         "could share them; sums of a cluster through shared memory, which Triton can't address.",
     ),

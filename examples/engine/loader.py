@@ -59,6 +59,8 @@ def read_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder; needs the package `tokenizers`."""
+    # Read here: an error of `Tokenizer.from_file` does not say which file.
+    text = (Path(folder) / "tokenizer.json").read_text(encoding="utf-8")
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    return Tokenizer.from_str(text)

@@ -9,7 +9,7 @@ import torch
 import olq
 from examples.engine import Llama, LlamaConfig, generate, load_model, perplexity
 from examples.engine.generate import choose
-from examples.engine.loader import KEEP
+from examples.engine.loader import KEEP, load_tokenizer
 from oracles import llama as oracle
 
 IDS = [3, 17, 17, 42, 0, 60, 8, 25, 31]
@@ -216,3 +216,9 @@ def test_perplexity_predicts_each_token_once_in_its_window(model, window, batch)
 def test_perplexity_needs_a_token_to_predict(model):
     with pytest.raises(ValueError, match="at least two tokens, the text has 1"):
         perplexity(model, [1])
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(raised.value)
