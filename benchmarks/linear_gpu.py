@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import runner
-from benchmarks.device_time import CALLS, Copy, copy_of_a_gibibyte, in_turns, repeated
+from benchmarks.device_time import CACHE, CALLS, Copy, copy_of_a_gibibyte, in_turns, repeated
 from benchmarks.linear_cases import CASES, FEW, MANY, ROWS_OF_X, SHAPE, Case
 from olq import kernels
 
-_CACHE = 256 << 20  # bytes of copies of a weight: five times an H200's cache
 Row = dict[str, object]
 
 
@@ -51,7 +50,7 @@ def check(case: Case, tensors: tuple[Tensor, ...]) -> str | None:
 def copies(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """As many equal weights as no cache holds, at least two."""
     size = sum(t.numel() * t.element_size() for t in tensors)
-    return [tuple(t.clone() for t in tensors) for _ in range(max(2, -(-_CACHE // size)))]
+    return [tuple(t.clone() for t in tensors) for _ in range(max(2, -(-CACHE // size)))]
 
 
 def measure(

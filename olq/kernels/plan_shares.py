@@ -68,8 +68,8 @@ class Wide:
             swizzled have to have 2: a tile has four side by side.
         pieces: products of a step, 1, or of E2M1 codes up to 2. A thread reads their scales at once.
         ahead: whether what the next step needs is asked for before this one's codes are decoded.
-        turns: whether shares of the columns take turns, a step each: up to 32 rows fp8 is 2 to 4 % faster so,
-            mxfp8 up to 2, and nvfp4 is slower.
+        turns: whether shares of the columns take turns, a step each: up to 32 rows of x fp8 is 2 to 4 % faster so,
+            mxfp8 1 to 2 %, and nvfp4 is slower.
         registers: as of `Narrow`.
     """
 

@@ -60,7 +60,6 @@ CALLS = [(form, m, k) for form in FORMATS for m, k in ((1, 512), (9, 512), (40, 
 LOOPS = [(form, 9) for form in ("fp8 channel", "fp8 block", "mxfp8 linear", "nvfp4 linear")]
 LOOPS += [
     ("nvfp4 linear", 2),
-    ("nvfp4 linear", 4),
     ("nvfp4 linear", 20),
     ("nvfp4 linear", 40),
     ("mxfp8 linear", 8),

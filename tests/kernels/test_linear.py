@@ -20,7 +20,7 @@ from olq.kernels.shapes import Plan
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 FORMS = pytest.mark.parametrize("form", FORMATS)
 ROWS = pytest.mark.parametrize("rows", [2, 3, 16])
-"""Of x, for `linear_small`, which fp8 with scales of some columns never takes, and nvfp4 up to 2; for `linear_wide`."""
+"""Of x. `linear_small` takes 2, and 3 but for nvfp4, never fp8 with scales of some columns; `linear_wide` the rest."""
 
 
 def takes(weight: Weight, x: torch.Tensor, form: str) -> bool:
@@ -83,6 +83,7 @@ def test_steps_of_a_program_follow_each_other(form, rows, k, device, monkeypatch
 
 
 TURNS = [("fp8 channel", 9), ("fp8 channel", 20), ("fp8 block", 20), ("fp8 group", 40)]
+TURNS += [("mxfp8 linear", 9), ("mxfp8 swizzled_128x4", 20)]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,44 @@ def test_launches_cover_every_row_and_column_once(form, m, parts, k):
     assert covered == list(range(sum(parts)))
 
 
+SMALL, WIDE = "linear_small.product", "linear_wide.product"
+BORDERS = {
+    "fp8 channel": {
+        4: (SMALL,),
+        5: (WIDE, 8, True, True),
+        32: (WIDE, 8, True, True),
+        33: (WIDE, 8, False, False),
+    },
+    "fp8 block": {1: (WIDE, 8, True, True), 32: (WIDE, 8, True, True), 33: (WIDE, 8, False, True)},
+    "mxfp8 linear": {
+        8: (SMALL,),
+        9: (WIDE, 8, True, True),
+        32: (WIDE, 8, True, True),
+        33: (WIDE, 8, False, False),
+    },
+    "nvfp4 linear": {
+        2: (SMALL,),
+        3: (WIDE, 8, False, False),
+        16: (WIDE, 8, False, False),
+        17: (WIDE, 16, False, False),
+    },
+}
+"""By rows of x: kernel, and of `linear_wide` warps, whether it asks for a step ahead, whether shares take turns."""
+
+
+@pytest.mark.parametrize(("form", "m"), [(form, m) for form, borders in BORDERS.items() for m in borders])
+def test_rows_of_x_take_the_division_that_was_faster(form, m):
+    found = plan(form, m, [8192], 4096)
+    assert isinstance(found, Plan)
+    first = found.launches[0]
+    kernel, *division = BORDERS[form][m]
+    assert first.kernel == kernel
+    c = first.constants
+    if division:
+        assert c["SHARES"] > 1
+        assert [c["WARPS"], c["AHEAD"], c["APART"] > 1] == division
+
+
 @FORMS
 @pytest.mark.parametrize("m", [9, 40, 100])
 def test_shares_have_a_place_each_and_one_share_needs_none(form, m):

@@ -74,6 +74,11 @@ def test_scales_of_a_step_are_asked_for_before_its_codes(form, loads):
     weight = make(form, [32], 1024, decode=False)
     codes, scales = weight.tensors
     x, out = torch.ones(20, 1024, dtype=torch.bfloat16), torch.empty(20, 32, dtype=torch.bfloat16)
+    plan = plans.plan(weight.operator, (out, *weight.args(x, None)))
+    assert isinstance(plan, Plan)
+    assert plan.launches[0].constants[
+        "AHEAD"
+    ]  # else codes are asked for while others are decoded, scales after them
     assert kernels.launch(weight.operator, weight.args(x, None), (out,))
     order = [
         next(
