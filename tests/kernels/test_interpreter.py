@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
         ("kernels/test_product", "cpu", 15),
         ("kernels/test_linear", "cpu and one_hot", 100),
         ("kernels/test_linear", "cpu and not one_hot", 130),
-        ("kernels/test_linear_reads", "once", 100),
+        ("kernels/test_linear_reads", "reads", 110),
         ("kernels/test_codes", "cpu", 13),
         ("reload/test_repeat", "cpu", 25),
         ("reload/test_repeat_attacks", "cpu", 20),

@@ -76,16 +76,10 @@ def test_scales_of_a_step_are_asked_for_before_its_codes(form, loads):
     x, out = torch.ones(20, 1024, dtype=torch.bfloat16), torch.empty(20, 32, dtype=torch.bfloat16)
     plan = plans.plan(weight.operator, (out, *weight.args(x, None)))
     assert isinstance(plan, Plan)
-    assert plan.launches[0].constants[
-        "AHEAD"
-    ]  # else codes are asked for while others are decoded, scales after them
+    # Else codes are asked for while others are decoded, and scales after them.
+    assert plan.launches[0].constants["AHEAD"]
     assert kernels.launch(weight.operator, weight.args(x, None), (out,))
-    order = [
-        next(
-            (name for name, t in (("scales", scales), ("codes", codes), ("x", x)) if within(at, size, t)), ""
-        )
-        for at, size in loads
-    ]
-    order = [name for name in order if name]  # but the shares' sums
+    tensors = {"scales": scales, "codes": codes, "x": x}  # not the shares' sums
+    order = [name for at, size in loads for name, t in tensors.items() if within(at, size, t)]
     steps = 1024 // 128
     assert order == ["scales", "codes", "x"] * steps
