@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import gpu_cases as formulas
 from benchmarks import runner
-from benchmarks.device_time import milliseconds, repeated
+from benchmarks.device_time import milliseconds, repeated, turns
 from benchmarks.quantize_cpu import first_difference
 from olq import activations, kernels
 from olq.numerics.random import UniformFill
@@ -148,12 +148,9 @@ def _rounds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
     for replay, _ in graphs.values():
         replay()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds):
-        order.append(order.pop(0))
-        for name in order:
-            replay, count = graphs[name]
-            times[name].append(milliseconds(replay) / count * 1e3)
+    for name in turns(calls, rounds):
+        replay, count = graphs[name]
+        times[name].append(milliseconds(replay) / count * 1e3)
     return times
 
 

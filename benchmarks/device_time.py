@@ -1,7 +1,7 @@
 """How long a GPU takes: graphs of many calls, time between two events, and a copy's rate as a limit."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,10 +74,18 @@ class Copy:
         return moved / self.fastest
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """All names, in rounds that each begin with another."""
+    order = list(names)
+    for _ in range(rounds):
+        order.append(order.pop(0))
+        yield from order
+
+
 def in_turns(
     runs: Mapping[str, tuple[Callable[[], object], int]], copy: Copy, rounds: int, untimed: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of one call of each run, and of "copy", in rounds that each begin with another.
+    """Milliseconds of one call of each run, and of "copy", which take `turns`.
 
     Args:
         runs: what to run, by name, and how many calls that is.
@@ -86,16 +94,13 @@ def in_turns(
         untimed: rounds before them.
     """
     times: dict[str, list[float]] = {name: [] for name in (*runs, "copy")}
-    order = list(times)
-    for _ in range(rounds + untimed):
-        order.append(order.pop(0))
-        for name in order:
-            if name == "copy":
-                times[name].append(milliseconds(copy.run))
-                copy.settle()
-            else:
-                run, count = runs[name]
-                times[name].append(milliseconds(run) / count)
+    for name in turns(times, rounds + untimed):
+        if name == "copy":
+            times[name].append(milliseconds(copy.run))
+            copy.settle()
+        else:
+            run, count = runs[name]
+            times[name].append(milliseconds(run) / count)
     return {name: values[untimed:] for name, values in times.items()}
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import runner
-from benchmarks.device_time import milliseconds
+from benchmarks.device_time import milliseconds, turns
 from benchmarks.gpu_cases import CASES, LARGE, SCRATCH_BOUND, SMALL, SPEEDUP, Case, weight
 from benchmarks.quantize_cpu import first_difference
 from olq import kernels
@@ -55,11 +55,8 @@ def large(case: Case, w: Tensor, rounds: int) -> Row:
         "copy": lambda: target.copy_(w),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds + 1):
-        order.append(order.pop(0))
-        for name in order:
-            times[name].append(milliseconds(calls[name], _LAUNCHES))
+    for name in turns(calls, rounds + 1):
+        times[name].append(milliseconds(calls[name], _LAUNCHES))
     ours, copies = times["olq"][1:], times["copy"][1:]  # the first round compiles and warms
     shares = [case.bytes_an_element / 4 * c / t for t, c in zip(ours, copies, strict=True)]
     torch.cuda.synchronize()
@@ -107,12 +104,9 @@ def small(case: Case, w: Tensor, rounds: int) -> Row:
     equal = first_difference(compiled(w), case.plain(w)) is None
     row: dict[str, list[float]] = {name: [] for name in calls}
     single: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds):
-        order.append(order.pop(0))
-        for name in order:
-            row[name].append(_row_of_calls(calls[name]))
-            single[name].append(_single_call(calls[name]))
+    for name in turns(calls, rounds):
+        row[name].append(_row_of_calls(calls[name]))
+        single[name].append(_single_call(calls[name]))
     result: Row = {"compiled_has_equal_bytes": equal, "target": SPEEDUP}
     for kind, times in (("in_a_row", row), ("single", single)):
         ratios = [c / o for c, o in zip(times["compiled"], times["olq"], strict=True)]

@@ -1,6 +1,5 @@
 """What the benchmark checks with, and that the page shows the rows that were measured."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from forward.layers import numbers
 from forward.oracle import UNITS, fp8_values
+from timing import cold_at_first
 
 from benchmarks import device_time, forward_gpu, runner
 from benchmarks.device_time import CALLS, Copy
@@ -38,15 +38,8 @@ def test_a_row_has_times_of_one_call_and_shares_of_all_rows_copies(monkeypatch, 
     monkeypatch.setattr(forward_gpu, "calls", lambda *_: dict.fromkeys(took, print))
     graphs = iter(took)
     monkeypatch.setattr(forward_gpu, "repeated", lambda calls, least: ((next(graphs), least), least))
-    seen = Counter()
-
-    def milliseconds(run):
-        seen[run] += 1
-        if seen[run] <= 2:  # rounds that do not count
-            return 1e9
-        return 0.5 if callable(run) else took[run[0]] / count * run[1]
-
-    monkeypatch.setattr(device_time, "milliseconds", milliseconds)
+    usual = cold_at_first(2, lambda run: 0.5 if callable(run) else took[run[0]] / count * run[1])
+    monkeypatch.setattr(device_time, "milliseconds", usual)
     row, taken = forward_gpu.measure(forward_gpu.CASES[0], [], [torch.empty(m, 1)], copy, 3)
     assert [row[f"{name}_us"] for name in took] == [t / count * 1e3 for t in took.values()]
     assert {name: len(values) for name, values in taken.items()} == dict.fromkeys(took, 3)

@@ -1,12 +1,12 @@
 """The benchmark of products refuses to time wrong bits and says what it missed. Timing itself needs a GPU."""
 
 import dataclasses
-from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from timing import cold_at_first
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import device_time, linear_gpu, runner
@@ -121,23 +121,12 @@ def test_so_much_is_read_after_a_copy_that_a_cache_loses_it(monkeypatch):
     assert reduced.sizes == [512, 100]
 
 
-def warm_from(rounds, usual):
-    """A stand-in for times, of which those before a number of rounds are not the usual ones."""
-    seen = Counter()
-
-    def milliseconds(run):
-        seen[run] += 1
-        return usual(run) if seen[run] > rounds else 1e9
-
-    return milliseconds
-
-
 def test_a_row_has_times_of_one_call_and_the_share_of_all_rows_copies(monkeypatch):
     copy = Copy(torch.empty(1 << 28, dtype=torch.bfloat16))
     names, took = iter(("olq", "linear")), {"olq": 6.0, "linear": 9.0}  # of three calls
     monkeypatch.setattr(linear_gpu, "SHAPE", (48, 256))
     monkeypatch.setattr(linear_gpu, "repeated", lambda calls, least: (next(names), 3))
-    monkeypatch.setattr(device_time, "milliseconds", warm_from(3, lambda run: took.get(run, 0.5)))
+    monkeypatch.setattr(device_time, "milliseconds", cold_at_first(3, lambda run: took.get(run, 0.5)))
     monkeypatch.setattr(runner, "warm_up", lambda: None)
     case = next(case for case in CASES if case.name == "mxfp8")
     row, olq, size = linear_gpu.measure(case, [case.quantize(weight())], [weight()], copy, 16, 2)
